@@ -1,0 +1,306 @@
+"""Token shards on disk, and the loader that deals their sequences out to the ranks.
+
+A shard is a file of uint16 tokens, little-endian, in one of three layouts, told by its content:
+    .bin   256 int32 (20240520, 1, number of tokens, 0 ...), then the tokens: what prepare_data.py
+           writes, and what others published for llm.c and modded-nanogpt
+    .npy   a numpy array of one dimension: build-nanogpt's
+    .bin   the tokens alone, in files called train.bin and val.bin: nanoGPT's
+
+A folder of shards may hold manifest.json: what prepare_data.py knew when it wrote them.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAGIC, VERSION = 20240520, 1
+HEADER_BYTES = 1024
+TOKEN = np.dtype("<u2")
+MANIFEST = "manifest.json"
+PREPARE = "prepare_data.py"
+VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # <|endoftext|> is the last id of both
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes path whole or not at all, also when the power fails."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(unfinished, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name is safe once the folder is on the disk too
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def missing_vocabulary() -> list[Path]:
+    """Those of GPT-2's two vocabulary files that tiktoken would have to download: it keeps them
+    under the SHA-1 of their address. Asked before tiktoken is, which waits for a network."""
+    address = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    addresses = (address + name for name in ("vocab.bpe", "encoder.json"))
+    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
+    paths = (Path(cache, hashlib.sha1(a.encode()).hexdigest()) for a in addresses)
+    return [path for path in paths if not path.exists()]
+
+
+# --------------------------------------------------------------------------------------------------
+# Shards
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where the tokens of a file are."""
+
+    path: Path
+    offset: int  # bytes before the first token
+    num_tokens: int
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens start .. start + count, uint16 (count,); OSError if the file was cut since."""
+        offset = self.offset + start * TOKEN.itemsize
+        tokens = np.fromfile(self.path, TOKEN, count, offset=offset)
+        if len(tokens) < count:
+            raise OSError(f"{self.path} was cut while in use: its token {start + count:,} is gone")
+        return tokens
+
+    def largest_id(self) -> int:
+        """By reading the whole shard, 32 MiB at a time."""
+        step = 1 << 24
+        starts = range(0, self.num_tokens, step)
+        return max(int(self.read(s, min(step, self.num_tokens - s)).max()) for s in starts)
+
+
+def write_shard(path: Path, tokens: np.ndarray):
+    """Write tokens, integers below 65,536 (num_tokens,), to path, whole or not at all."""
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = MAGIC, VERSION, len(tokens)
+    with whole_file(path) as f:
+        f.write(header.tobytes())
+        f.write(tokens.astype(TOKEN).tobytes())
+
+
+def open_shard(path: Path) -> Shard:
+    """The shard in path, its layout recognised by its content and its size checked; ValueError if
+    it is none, is empty or is cut."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; write some with {PREPARE}")
+    size = path.stat().st_size
+    with open(path, "rb") as f:
+        head = f.read(HEADER_BYTES)
+    magic, version, num_tokens = (int(n) for n in np.frombuffer(head[:12].ljust(12, b"\0"), "<i4"))
+    why_not = f"starts with {magic}, {version} instead of {MAGIC}, {VERSION}"
+    if path.name in ("train.bin", "val.bin"):
+        why_not = why_not_raw(path, size)
+    if head.startswith(b"\x93NUMPY"):
+        shard = open_npy(path)
+    elif magic == MAGIC and version == VERSION and len(head) == HEADER_BYTES:
+        shard = Shard(path, HEADER_BYTES, num_tokens)
+    elif not why_not:
+        shard = Shard(path, 0, size // TOKEN.itemsize)
+    else:
+        raise ValueError(f"{path} is not a token shard: it {why_not}; write some with {PREPARE}")
+    on_disk = (size - shard.offset) / TOKEN.itemsize
+    if on_disk != shard.num_tokens:
+        raise ValueError(
+            f"{path} is damaged: it holds {on_disk:,.10g} tokens, its header says"
+            f" {shard.num_tokens:,}; copy or prepare it again"
+        )
+    if not shard.num_tokens:
+        raise ValueError(f"{path} is empty: 0 tokens; remove it, or prepare it again")
+    return shard
+
+
+def open_npy(path: Path) -> Shard:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; copy or prepare it again") from None
+    if array.dtype != TOKEN or array.ndim != 1:
+        raise ValueError(
+            f"{path} holds {array.dtype} of shape {array.shape}, a token shard holds uint16 of one"
+            f" dimension; write some with {PREPARE}"
+        )
+    return Shard(path, array.offset, len(array))
+
+
+def why_not_raw(path: Path, size: int) -> str:
+    """Why path can't be bare uint16 tokens, which have no header to tell; "" if it can."""
+    if size == 0 or size % TOKEN.itemsize:
+        return f"holds {size:,} bytes, not a number of 2-byte tokens"
+    tokens = np.fromfile(path, TOKEN, 1 << 20)
+    if tokens.max() >= VOCAB_SIZES["gpt2"]:
+        return f"has no header and holds {tokens.max()}, not one of GPT-2's 50,257 tokens"
+    if len(tokens) > 1 and not tokens[1::2].any():
+        return "has no header and holds 32-bit numbers or zeros"
+    if tokens.view(np.uint8).all():
+        return "has no header and holds text"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Folders of shards
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """The shards of a data set, and what its manifest says of them, where it has one."""
+
+    train: list[Shard]
+    val: list[Shard]
+    tokenizer: str  # "bytes", "gpt2" or "unknown"
+    largest_id: int | None  # None: not known without reading everything
+    bytes_per_token: float | None  # of the validation text
+
+    def fingerprint(self) -> str:
+        """Differs for data of other lengths, order or beginnings; a name may change."""
+        digest = hashlib.sha256()
+        for shard in self.train:
+            digest.update(shard.num_tokens.to_bytes(8, "little"))
+            digest.update(shard.read(0, min(512, shard.num_tokens)).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def open_folder(path: Path) -> TokenFolder:
+    """The shards in path, each checked by its header; OSError or ValueError if one is amiss."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"--data-dir {path} is not a folder; write it with {PREPARE}")
+    if not (path / MANIFEST).exists():
+        tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT's alphabets
+        return TokenFolder(find(path, "train"), find(path, "val"), tokenizer, None, None)
+    try:
+        return open_prepared(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        why = f"{type(error).__name__} {error}"
+    raise ValueError(f"{path / MANIFEST} is damaged: {why}; prepare the data again")
+
+
+def open_prepared(path: Path, manifest: dict) -> TokenFolder:
+    """A folder that prepare_data.py wrote, where only what the manifest names counts."""
+    splits, largest_id = {}, 0
+    for split in ("train", "val"):
+        entries = manifest[split]["shards"]
+        splits[split] = [open_shard(path / Path(entry["name"]).name) for entry in entries]
+        found, listed = sum(s.num_tokens for s in splits[split]), manifest[split]["tokens"]
+        if found != listed:
+            raise ValueError(
+                f"--data-dir {path} holds {found:,} tokens of {split}, its {MANIFEST} says"
+                f" {listed:,}; prepare the data again"
+            )
+        largest_id = max(largest_id, *(entry["largest_id"] for entry in entries))
+    bytes_per_token = manifest["val"]["bytes"] / manifest["val"]["tokens"]
+    return TokenFolder(**splits, tokenizer=manifest["tokenizer"]["name"],
+                       largest_id=largest_id, bytes_per_token=bytes_per_token)  # fmt: skip
+
+
+def find(path: Path, split: str) -> list[Shard]:
+    """The shards of a folder without a manifest, by their names."""
+    files = sorted(f for suffix in ("bin", "npy") for f in path.glob(f"*{split}*.{suffix}"))
+    both = [f.name for f in files if "train" in f.name and "val" in f.name]
+    if both or not files:
+        why = f"{both[0]}, of both splits" if both else f"no *{split}*.bin or *{split}*.npy"
+        raise FileNotFoundError(f"--data-dir {path} has {why}; write shards with {PREPARE}")
+    return [open_shard(file) for file in files]
+
+
+# --------------------------------------------------------------------------------------------------
+# Who reads what
+
+
+@lru_cache
+def round_keys(seed: int, epoch: int) -> list[int]:
+    return [int(key) for key in np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)]
+
+
+def shuffled(number: int, length: int, seed: int, epoch: int) -> int:
+    """Where a permutation of range(length), new in each epoch, takes number. It is computed, not
+    stored: a Feistel network (Luby and Rackoff 1988) permutes the numbers of 2 * half bits, and is
+    walked until it lands below length (Black and Rogaway 2002), four times on average at most."""
+    half = ((length - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = number >> half, number & mask
+        for key in round_keys(seed, epoch):
+            mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF  # 2^64 / golden ratio
+            mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF
+            left, right = right, left ^ (mixed >> 32 & mask)
+        number = left << half | right
+        if number < length:
+            return number
+
+
+class ShardLoader:
+    """Deals sequences of T tokens out to the ranks, B at a time.
+
+    The sequences are numbered through all shards, and none spans two. Each call of next_batch takes
+    the next B * num_ranks numbers, B for each rank, so position, one integer that is the same on
+    every rank, is the whole state: a run resumes with any B and on any number of ranks.
+    """
+
+    def __init__(
+        self, shards: list[Shard], B: int, T: int, rank: int = 0, num_ranks: int = 1,
+        seed: int | None = None,
+    ):  # fmt: skip
+        self.shards, self.B, self.T = shards, B, T
+        self.rank, self.num_ranks, self.seed = rank, num_ranks, seed
+        # the last target of a sequence is the token after it, hence the - 1
+        self.ends = list(accumulate((shard.num_tokens - 1) // T for shard in shards))
+        if not len(self):
+            longest = max(shard.num_tokens for shard in shards)
+            raise ValueError(
+                f"--seq-len {T}: a sequence and its last target need {T + 1:,} tokens, the largest"
+                f" shard of {shards[0].path.parent} holds {longest:,}; lower --seq-len"
+            )
+        self.position = 0  # sequences dealt out so far, over all ranks
+
+    def __len__(self) -> int:
+        """Sequences in an epoch."""
+        return self.ends[-1]
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """Sequence number of the run and the token after it: (T + 1,) uint16."""
+        epoch, number = divmod(number, len(self))
+        if self.seed is not None:
+            number = shuffled(number, len(self), self.seed, epoch)
+        shard = bisect_right(self.ends, number)
+        first = self.ends[shard - 1] if shard else 0
+        return self.shards[shard].read((number - first) * self.T, self.T + 1)
+
+    def batch(self, numbers: range) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these sequences of the run, (len(numbers), T) int64 each."""
+        rows = torch.from_numpy(np.stack([self[n] for n in numbers]).astype(np.int64))
+        return rows[:, :-1], rows[:, 1:]
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """This rank's next inputs and targets, (B, T) int64 each."""
+        first = self.position + self.rank * self.B
+        self.position += self.num_ranks * self.B
+        return self.batch(range(first, first + self.B))
+
+    def state_dict(self) -> dict:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict):
+        self.position = state["position"]

@@ -1,0 +1,929 @@
+"""Train GPT-2 from tokens on disk to a checkpoint, on one GPU, on many, or on a CPU.
+
+python train_gpt2.py                                             # one GPU, or none
+torchrun --standalone --nproc_per_node=8 train_gpt2.py           # eight GPUs
+python train_gpt2.py --data-dir data/mine --out-dir out/mine --resume
+python train_gpt2.py --help
+"""
+
+import argparse
+import ctypes
+import difflib
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from argparse import BooleanOptionalAction
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from dataloader import (
+    VOCAB_SIZES,
+    ShardLoader,
+    TokenFolder,
+    missing_vocabulary,
+    open_folder,
+    whole_file,
+)
+from model import GPT, SHAPES, GPTConfig
+
+# --------------------------------------------------------------------------------------------------
+# Flags: each is declared once, here, with its type, default, unit and help
+
+
+def flag(default, help: str, least: float = -math.inf):
+    return field(default=default, metadata={"help": help, "least": least})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. The defaults are GPT-2 124M's; RECIPES hold what differs for the other models."""
+
+    model: str = flag("gpt2", "recipe; nano is the default where there is no GPU")
+    data_dir: str = flag("", "folder of token shards; none: Python's own source, prepared at once")
+    out_dir: str = flag("", "folder of the run; none: the next free out/001, out/002, ...")
+    resume: bool = flag(False, "go on from the run's newest good checkpoint, or start it")
+    seed: int = flag(1337, "seed of the initial weights, of the data's order and of samples", 0)
+    shuffle: bool = flag(True, "a new order of the sequences in each epoch, not the disk's")
+
+    n_layer: int = flag(12, "transformer blocks", 1)
+    n_head: int = flag(12, "attention heads per block", 1)
+    n_embd: int = flag(768, "channels of the residual stream", 1)
+    seq_len: int = flag(1024, "tokens per sequence", 1)
+
+    micro_batch_size: int = flag(0, "sequences per forward pass and rank; 0: what fits", 0)
+    batch_tokens: int = flag(524_288, "tokens per optimizer step, over all ranks", 1)
+    steps: int = flag(50, "optimizer steps", 1)
+    warmup_steps: int = flag(715, "steps of linear warm-up, by default at most steps / 5", 0)
+    learning_rate: float = flag(6e-4, "peak learning rate", 0)
+    cosine: bool = flag(True, "decay the learning rate to a tenth, along a cosine")
+    weight_decay: float = flag(0.1, "decay of the matrices; biases and layer norms have none", 0)
+    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: no limit", 0)
+
+    eval_every: int = flag(250, "steps between validations; 0: only at both ends", 0)
+    eval_tokens: int = flag(10_485_760, "validation tokens, at most all there are", 1)
+    save_every: int = flag(250, "steps between checkpoints; 0: only at the end", 0)
+    keep: int = flag(2, "checkpoints to keep", 1)
+    sample_every: int = flag(0, "steps between samples; 0: only at the end", 0)
+    prompt: str = flag("", "how a sample begins; none: as a document does")
+
+    tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores")
+    bf16: bool = flag(True, "speed-up 2: bfloat16 in the forward pass where it is safe (autocast)")
+    compile: bool = flag(True, "speed-up 3: torch.compile")
+    flash: bool = flag(True, "speed-up 4: attention in one fused kernel")
+    pad_vocab: bool = flag(True, "speed-up 5: an embedding of 50,304 rows instead of 50,257")
+    fused: bool = flag(True, "speed-up 6: AdamW in one kernel")
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, least = getattr(self, f.name), f.metadata["least"]
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                raise ValueError(f"{spell(f.name)} {value} must be a number of at least {least}")
+        if 0 < self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"--warmup-steps {self.warmup_steps} must be less than --steps {self.steps}:"
+                f" try --warmup-steps {self.steps // 5}"
+            )
+        most = SHAPES[self.model].seq_len
+        if self.model != "nano" and self.seq_len > most:
+            raise ValueError(
+                f"--seq-len {self.seq_len} is more than the {most} positions of --model"
+                f" {self.model}: try --seq-len {most}"
+            )
+        self.shape(1)  # checks the heads
+
+    def shape(self, vocab_size: int) -> GPTConfig:
+        names = [f.name for f in fields(GPTConfig) if f.name != "vocab_size"]
+        return GPTConfig(vocab_size, **{name: getattr(self, name) for name in names})
+
+    def num_micro(self, num_ranks: int) -> int:
+        """Micro-batches of each rank in a step; ValueError if a rank would be left with a part."""
+        B, T = max(1, self.micro_batch_size), self.seq_len
+        per_pass = B * T * num_ranks
+        if self.batch_tokens % per_pass:
+            below = self.batch_tokens // per_pass * per_pass
+            near = f"{below} or {below + per_pass}" if below else f"{per_pass}"
+            raise ValueError(
+                f"--batch-tokens {self.batch_tokens} is not a multiple of {per_pass} ="
+                f" --micro-batch-size {B} * --seq-len {T} * {num_ranks} ranks:"
+                f" try --batch-tokens {near}"
+            )
+        return self.batch_tokens // per_pass
+
+
+RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
+    "gpt2": {},
+    "gpt2-medium": {"learning_rate": 3e-4},
+    "gpt2-large": {"learning_rate": 2.5e-4},
+    "gpt2-xl": {"learning_rate": 2e-4, "batch_tokens": 1_048_576},
+    "nano": {"learning_rate": 4e-3, "batch_tokens": 4096, "steps": 500, "eval_tokens": 262_144},
+}
+CHOICES = {"model": list(RECIPES)}
+
+
+def spell(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def recipe(model: str) -> dict:
+    """What a model's recipe says of the flags, where it differs from TrainConfig's defaults."""
+    shape = {
+        name: getattr(SHAPES[model], name) for name in ("n_layer", "n_head", "n_embd", "seq_len")
+    }
+    return shape | RECIPES[model]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a mistake as every other one of this program is: ValueError, one line, the cure."""
+
+    def error(self, message: str):
+        unknown = re.search(r"unrecognized arguments: (--\S+)", message)
+        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise ValueError(f"{message}; {hint}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    for f in fields(TrainConfig):
+        kind = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        if f.name in CHOICES:
+            kind["choices"] = CHOICES[f.name]
+        text = f"{f.metadata['help']} (default: {default_text(f.name, f.default)})"
+        parser.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **kind)
+    return parser
+
+
+def default_text(name: str, default) -> str:
+    """A flag's default in words, with the models whose recipe has another."""
+    own = {model: recipe(model).get(name, default) for model in RECIPES}
+    others = [f"{model} {value}" for model, value in own.items() if value != default]
+    return "; ".join([str(default) if default != "" else "none", *others])
+
+
+def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]]:
+    """The run that a command line asks for, and the names of the flags that it gives. Takes
+    nanoGPT's spelling too: --batch_tokens=4096 --compile=False."""
+    plain = [re.sub(r"^--[\w-]+", lambda m: m[0].replace("_", "-"), arg) for arg in argv]
+    plain = [re.sub(r"^--([\w-]+)=False$", r"--no-\1", arg) for arg in plain]
+    given = vars(make_parser().parse_args([re.sub(r"=True$", "", arg) for arg in plain]))
+    model = given.get("model", "nano" if device_type == "cpu" else "gpt2")
+    values = {"model": model} | recipe(model)
+    if device_type == "cpu" and model != "nano":
+        values["eval_tokens"] = 8192  # half a minute of a CPU, not hours
+    if "data_dir" not in given:
+        values["prompt"] = "def "  # Python's own source
+    steps = given.get("steps", values.get("steps", TrainConfig.steps))
+    values["warmup_steps"] = min(TrainConfig.warmup_steps, steps // 5)
+    return TrainConfig(**values | given), set(given)
+
+
+def speed_ups(config: TrainConfig, given: set[str], device: torch.device) -> tuple[dict, dict]:
+    """The speed-up flags as this device gets them, and why each one that is off is off; ValueError
+    if one was asked for that can't be had here."""
+    cuda = device.type == "cuda"
+    ampere = cuda and torch.cuda.get_device_capability(device) >= (8, 0)
+    why = {}
+    if not ampere:
+        why["tf32"] = "needs an NVIDIA GPU of the Ampere generation or later"
+        if "tf32" in given and config.tf32:
+            raise ValueError(f"--tf32 {why['tf32']}, here is {device}: leave it out")
+        why["bf16"] = "is slower than float32 where the hardware lacks it"
+    if not cuda:
+        why["compile"] = "takes longer to compile than a short run without a GPU gains"
+    if "compile" not in why or ("compile" in given and config.compile):
+        cause = why_not_compile(device) if config.compile else ""
+        if cause and "compile" in given:
+            raise ValueError(f"--compile: {cause}; or run with --no-compile")
+        if cause:
+            why["compile"] = cause
+    off = {name: why[name] for name in why if name not in given}
+    return {name: False for name in off}, off
+
+
+def why_not_compile(device: torch.device) -> str:
+    """ "" where torch.compile works, tried on a small piece; else the cause and the cure."""
+    x = torch.randn(8, 8, device=device, requires_grad=True)
+    try:
+        torch.compile(lambda x: F.gelu(x).sum(), dynamic=False)(x).backward()
+    except Exception as error:  # Dynamo, Inductor, Triton or a C++ compiler, each in its own way
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        cure = "install triton" if device.type == "cuda" else "install a C++ compiler (g++)"
+        cure = "install triton-windows" if os.name == "nt" else cure
+        return f"torch.compile fails here ({type(error).__name__}: {lines[0]:.200}): {cure}"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks: the only lines of this file that know how many processes there are
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this run, as torchrun started them; without torchrun, one."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: list[Tensor]) -> list[float]:
+        """Each value added up over the ranks, in one all-reduce. Waits for the device."""
+        packed = torch.stack([value.float() for value in values])
+        if self.size > 1:
+            dist.all_reduce(packed)
+        return packed.tolist()
+
+    def from_main(self, function: Callable):
+        """What function returns on the main rank, or the user's mistake that it raises there, on
+        every rank."""
+        result = [None]
+        if self.is_main:
+            try:
+                result = [function()]
+            except (OSError, ValueError) as error:
+                result = [error]
+        if self.size > 1:
+            dist.broadcast_object_list(result, src=0)
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
+
+
+def find_world(env: dict[str, str]) -> World:
+    """This process's place among the ranks, and its device; ValueError if the two do not fit."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    missing = [name for name in names if name not in env]
+    if 0 < len(missing) < len(names) and missing != ["LOCAL_WORLD_SIZE"]:
+        raise ValueError(
+            f"{' and '.join(sorted(set(names) & set(env)))} is set, {' and '.join(missing)} is not:"
+            " start ranks with torchrun, or unset all of them"
+        )
+    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    rank, local_rank, size, local_size = (int(env.get(name, defaults[name])) for name in names)
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK {rank} must be less than WORLD_SIZE {size}: start with torchrun")
+    if not torch.cuda.is_available():
+        mps = torch.backends.mps.is_available() and size == 1
+        return World(rank, size, torch.device("mps" if mps else "cpu"))
+    num_gpus = torch.cuda.device_count()
+    if max(local_size, local_rank + 1) > num_gpus:
+        raise ValueError(
+            f"--nproc_per_node={max(local_size, local_rank + 1)} is more than the {num_gpus} GPUs"
+            f" here (CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', 'not set')}):"
+            f" try --nproc_per_node={num_gpus}"
+        )
+    return World(rank, size, torch.device("cuda", local_rank))
+
+
+@contextmanager
+def process_group(world: World) -> Iterator[None]:
+    """Inside, the ranks can talk to each other."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.size > 1:
+        dist.init_process_group("nccl" if world.device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        if world.size > 1:
+            dist.destroy_process_group()
+
+
+def gradient_sync(net: nn.Module, enabled: bool):
+    """Whether forward and backward passes inside average the gradients over the ranks."""
+    return nullcontext() if enabled or not isinstance(net, DDP) else net.no_sync()
+
+
+# --------------------------------------------------------------------------------------------------
+# State: all that a run needs to go on from where it stopped
+
+
+@dataclass
+class TrainState:
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    loader: ShardLoader
+    step: int = 0
+
+    def state_dict(self) -> dict:
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "loader": self.loader.state_dict(),
+        }
+
+    def load_state_dict(self, saved: dict):
+        """Go on from saved. Learning rate, betas and decay stay the command line's: PyTorch's own
+        load would bring back the old ones."""
+        self.step = saved["step"]
+        self.model.load_state_dict(saved["model"])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
+        self.loader.load_state_dict(saved["loader"])
+
+
+def checkpoints(out_dir: Path) -> list[Path]:
+    """The checkpoints of a run, newest first."""
+    return sorted(out_dir.glob("checkpoint_*.pt"), reverse=True)
+
+
+def save_checkpoint(out_dir: Path, saved: dict, keep: int) -> Path:
+    """Write saved as the newest checkpoint, then remove all but the newest keep."""
+    path = out_dir / f"checkpoint_{saved['step']:06d}.pt"
+    with whole_file(path) as f:
+        torch.save(saved, f)
+    for old in checkpoints(out_dir)[keep:]:
+        old.unlink()
+    return path
+
+
+def read_checkpoint(path: Path) -> dict:
+    """What save_checkpoint wrote; ValueError if it is damaged. torch.load would load a flipped bit
+    as if nothing were wrong, so the CRC-32 of each part is checked first."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if bad := archive.testzip():
+                raise ValueError(f"the CRC-32 of its {bad} is wrong")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes make any reader fail in any way
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} is damaged: {why}") from error
+
+
+def newest_checkpoint(out_dir: Path, is_main: bool) -> dict | None:
+    """The newest checkpoint that is good, None if there is none at all; exit 7 if all are damaged.
+    Each damaged one is named."""
+    paths = checkpoints(out_dir)
+    for path in paths:
+        try:
+            return read_checkpoint(path)
+        except ValueError as error:
+            if is_main:
+                print(f"train_gpt2.py: {error}; trying the one before it", file=sys.stderr)
+    if paths:
+        raise SystemExit(fail(7, f"no good checkpoint among {len(paths)} in {out_dir}", is_main))
+    return None
+
+
+def check_saved(saved: dict, config: TrainConfig, shape: GPTConfig, data: TokenFolder):
+    """ValueError if the flags or the data ask for another run than the one that was saved."""
+    wanted = identity(config, shape, data)
+    for name, value in wanted.items():
+        if saved["identity"][name] != value:
+            raise ValueError(
+                f"{spell(name)} {value} differs from the {saved['identity'][name]} of the run in"
+                f" {config.out_dir}: give it as it was, or another --out-dir"
+            )
+
+
+def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
+    """What must not change while a run goes on: its network, its data, their order."""
+    order = {"seed": config.seed, "shuffle": config.shuffle, "data_dir": data.fingerprint()}
+    return asdict(shape) | order
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimization
+
+
+def decay_groups(model: GPT) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters with weight decay, those of matrix products and embeddings, and the others."""
+    params = list(model.parameters())
+    return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+
+
+def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW as GPT-3 set it (Brown et al. 2020, appendix B)."""
+    decayed, others = decay_groups(model)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=config.fused)
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Linear warm-up, then a cosine from learning_rate at warmup_steps to a tenth of it at steps;
+    step counts the updates already made."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if not config.cosine:
+        return config.learning_rate
+    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)  # 0 .. 1
+    return config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def autocast(config: TrainConfig, device: torch.device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.bf16)
+
+
+def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
+    """The same parameters behind torch.compile and DDP; model stays plain: saved and sampled."""
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    net = torch.compile(model, dynamic=False) if config.compile else model
+    return (
+        DDP(net, gradient_as_bucket_view=True, broadcast_buffers=False) if world.size > 1 else net
+    )
+
+
+def keep_freed_memory():
+    """Let glibc keep large freed tensors for the next ones. It would return each to the system,
+    which then clears every page anew: a sixth of a CPU's step of GPT-2 124M."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, TypeError, AttributeError):
+        return  # another system's allocator
+    mallopt(-4, 0)  # M_MMAP_MAX: no tensor gets a mapping of its own
+    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+
+
+def warm_up(net: nn.Module, config: TrainConfig, world: World, vocab_size: int):
+    """Two throw-away passes on made-up tokens: they compile, find out whether the memory suffices,
+    and let DDP rearrange its buckets, which it does after the first backward pass of a process and
+    which changes how sums round: without them a resumed run would differ in the last bit."""
+    shape = (config.micro_batch_size, config.seq_len)
+    tokens = torch.arange(math.prod(shape), device=world.device).view(shape) % vocab_size
+    for _ in range(2):
+        with autocast(config, world.device):
+            loss = net(tokens, tokens)
+        loss.backward()
+        net.zero_grad(set_to_none=True)
+
+
+def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
+    """The largest power of two that divides a rank's part of a step and fits: on a GPU 64 sequences,
+    halved until a pass of the plain model finds memory; elsewhere 4,096 tokens."""
+    sequences = config.num_micro(world.size)  # of one rank, since micro_batch_size is 0
+    limit = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
+    B = math.gcd(sequences, 1 << (limit.bit_length() - 1))
+    while world.device.type == "cuda" and B > 1:
+        try:
+            warm_up(model, replace(config, micro_batch_size=B), world, model.config.vocab_size)
+            break
+        except torch.OutOfMemoryError:
+            B //= 2
+        finally:
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+    return B
+
+
+def train_step(
+    state: TrainState, net: nn.Module, config: TrainConfig, world: World, stop: bool = False
+) -> tuple[float, float, bool]:
+    """One optimizer step over batch_tokens: the mean loss before it, the gradient's norm, and
+    whether any rank was asked to stop. FloatingPointError, and no update, if the loss or the norm
+    is not finite on any rank."""
+    device, num_micro = world.device, config.num_micro(world.size)
+    loss_sum = torch.zeros((), device=device)
+    for micro_step in range(num_micro):
+        x, y = (t.to(device, non_blocking=True) for t in state.loader.next_batch())
+        with gradient_sync(net, enabled=micro_step == num_micro - 1):
+            with autocast(config, device):
+                loss = net(x, y) / num_micro  # a mean of means: backward() adds gradients up
+            loss.backward()
+        loss_sum += loss.detach()
+    norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip or math.inf)
+    sums = world.sum([loss_sum, norm, torch.tensor(stop, device=device)])
+    loss, norm = sums[0] / world.size, sums[1] / world.size
+    if not math.isfinite(loss + norm):
+        raise FloatingPointError(
+            f"step {state.step + 1} gave loss {loss} and gradient norm {norm}: not applied, the"
+            f" weights are those of step {state.step}; try a --learning-rate below"
+            f" {config.learning_rate}"
+        )
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate(state.step, config)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    return loss, norm, sums[2] > 0
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT, net: nn.Module, loader: ShardLoader, config: TrainConfig, world: World
+) -> float:
+    """Mean loss in nats per token over the first eval_tokens of loader, whatever B and the ranks
+    are: each rank takes every size-th sequence. What fills no micro-batch goes through model, since
+    net is compiled for one shape."""
+    num_sequences = max(1, min(config.eval_tokens // config.seq_len, len(loader)))
+    mine = range(world.rank, num_sequences, world.size)
+    loss_sum = torch.zeros((), device=world.device)
+    for start in range(0, len(mine), loader.B):
+        numbers = mine[start : start + loader.B]
+        x, y = (t.to(world.device, non_blocking=True) for t in loader.batch(numbers))
+        with autocast(config, world.device):
+            loss = (net if len(numbers) == loader.B else model)(x, y)
+        loss_sum += loss * len(numbers)
+    return world.sum([loss_sum])[0] / num_sequences
+
+
+# --------------------------------------------------------------------------------------------------
+# The run
+
+
+@dataclass
+class Run:
+    """What set_up has made, for train."""
+
+    config: TrainConfig
+    world: World
+    data: TokenFolder
+    state: TrainState
+    net: nn.Module
+    val_loader: ShardLoader
+    log: Callable
+    matmul_tflops: float
+    ms: list[float] = field(default_factory=list)  # of the steps of this process
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something done every so many steps, and after the last one, is to be done now."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def make_log(out_dir: Path, is_main: bool) -> Callable:
+    """log(text, **record): a line on the terminal and the record in log.jsonl, by the main rank."""
+    file = open(out_dir / "log.jsonl", "a", encoding="utf-8") if is_main else None
+
+    def log(text: str, **record):
+        if file:
+            print(text, flush=True)
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+    return log
+
+
+def prepare_own_source(tokenizer: str) -> Path:
+    """The folder of the corpus that needs no download: written now, if it is not there yet."""
+    folder = Path("data", f"stdlib-{tokenizer}")
+    if not folder.exists():
+        print(
+            f"no --data-dir: preparing Python's own source as {tokenizer} in {folder}", flush=True
+        )
+        program = Path(__file__).with_name("prepare_data.py")
+        command = [sys.executable, program, "--data-dir", folder, "--tokenizer", tokenizer]
+        done = subprocess.run(command)
+        if done.returncode and not folder.exists():  # it does if another run was faster
+            raise OSError(f"prepare_data.py could not write {folder}; name one with --data-dir")
+    return folder
+
+
+def open_data(config: TrainConfig) -> tuple[TokenFolder, GPTConfig]:
+    """The data, and the network over its vocabulary; ValueError if an id is beyond it."""
+    folder = config.data_dir
+    if not folder:
+        use_bytes = config.model == "nano" or missing_vocabulary()
+        folder = prepare_own_source("bytes" if use_bytes else "gpt2")
+    data = open_folder(Path(folder))
+    for shards in (data.train, data.val):
+        ShardLoader(shards, 1, config.seq_len)  # holds a sequence
+    vocab_size = SHAPES[config.model].vocab_size
+    if config.model == "nano":
+        vocab_size = VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
+    shards = (
+        []
+        if data.largest_id is not None and data.largest_id < vocab_size
+        else data.train + data.val
+    )
+    for shard in shards:
+        if (largest := shard.largest_id()) >= vocab_size:
+            raise ValueError(
+                f"{shard.path} holds token {largest}, --model {config.model} has {vocab_size}:"
+                " prepare the data again with --tokenizer gpt2"
+            )
+    return data, config.shape(vocab_size)
+
+
+def choose_out_dir(config: TrainConfig) -> Path:
+    """The folder of the run, not made yet; ValueError if it holds a run that --resume must own."""
+    if not config.out_dir:
+        used = [int(path.name) for path in Path("out").glob("[0-9]*") if path.name.isdigit()]
+        newest = max(used, default=0)
+        return Path("out", f"{newest if newest and config.resume else newest + 1:03d}")
+    path = Path(config.out_dir)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"--out-dir {path} is a file: name a folder")
+    if path.is_dir() and not config.resume and (checkpoints(path) or (path / "log.jsonl").exists()):
+        raise ValueError(f"--out-dir {path} holds a run: add --resume, or name another folder")
+    return path
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of square matrix products on this device, measured for a quarter of a second."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    (a @ a)[0, 0].item()
+    start = time.perf_counter()
+    for products in count(1):
+        (a @ a)[0, 0].item()  # waits for the device
+        if (seconds := time.perf_counter() - start) > 0.25:
+            return products * 2 * n**3 / seconds / 1e12
+
+
+def peak_memory_mib(device: torch.device) -> float | None:
+    """Of the device, or of this process where the device has no memory of its own."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    try:
+        import resource
+    except ImportError:
+        return None  # Windows
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def environment(world: World) -> dict:
+    """What a result depends on besides the flags."""
+    cuda = world.device.type == "cuda"
+    name = torch.cuda.get_device_name(world.device) if cuda else platform.processor()
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""  # no git here
+    return {
+        "commit": commit, "torch": torch.__version__, "numpy": np.__version__,
+        "python": platform.python_version(), "platform": platform.platform(),
+        "device": str(world.device.type), "device_name": name,
+        "threads": torch.get_num_threads(), "ranks": world.size,
+    }  # fmt: skip
+
+
+def codec(tokenizer: str) -> tuple[Callable, Callable] | None:
+    """Functions from text to ids and back; None if this machine lacks the vocabulary."""
+    if tokenizer == "bytes":
+        return (
+            lambda text: list(text.encode()),
+            lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
+        )
+    try:
+        import tiktoken
+    except ImportError:
+        return None
+    if tokenizer != "gpt2" or missing_vocabulary():
+        return None
+    encoding = tiktoken.get_encoding("gpt2")
+    return encoding.encode_ordinary, encoding.decode
+
+
+def sample(run: Run, num_tokens: int = 200) -> str:
+    """A text that the model goes on with, always from the same random numbers."""
+    config, device = run.config, run.world.device
+    encode_decode = codec(run.data.tokenizer)
+    end_of_text = VOCAB_SIZES.get(run.data.tokenizer, 1) - 1  # where each document begins
+    ids = encode_decode[0](config.prompt) if encode_decode and config.prompt else [end_of_text]
+    rng = torch.Generator(device).manual_seed(config.seed)
+    with autocast(config, device):
+        idx = torch.tensor([ids], device=device)
+        out = run.state.model.generate(idx, num_tokens, temperature=0.8, top_k=50, rng=rng)
+    new = [i for i in out[0].tolist() if i != end_of_text]
+    return encode_decode[1](new) if encode_decode else f"(no vocabulary to decode) {new}"
+
+
+def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
+    """All that train needs, or None if the run is complete. Every mistake in flags or files raises
+    here, ValueError or OSError, and nothing is written before all of them are excluded."""
+    config.num_micro(world.size)
+    out_dir = world.from_main(lambda: choose_out_dir(config))
+    data, shape = world.from_main(lambda: open_data(config))
+    config = replace(config, out_dir=str(out_dir))
+    saved = newest_checkpoint(out_dir, world.is_main) if config.resume else None
+    if saved:
+        check_saved(saved, config, shape, data)
+        if saved["step"] >= config.steps:
+            return None
+    chosen, off = speed_ups(config, given, world.device)
+    config = replace(config, **chosen)
+    world.from_main(lambda: out_dir.mkdir(parents=True, exist_ok=True))
+    log = make_log(out_dir, world.is_main)
+    run = build(config, world, data, shape, log)
+    start_record(run, given, off)
+    if saved:
+        run.state.load_state_dict(saved)
+        say_what_changed(run, saved)
+    return run
+
+
+def build(
+    config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig, log: Callable
+) -> Run:
+    """The network, warmed up, and everything around it, in the state before the first step."""
+    torch.manual_seed(config.seed)  # the same weights on every rank
+    model = GPT(shape, config.flash).to(world.device)
+    net = speed_up(model, config, world)
+    if not config.micro_batch_size:
+        B = world.from_main(lambda: micro_batch_that_fits(model, config, world))
+        config = replace(config, micro_batch_size=B)
+    place = config.micro_batch_size, config.seq_len, world.rank, world.size
+    loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
+    state = TrainState(model, make_optimizer(model, config), loader)
+    rate = matmul_tflops(world.device, torch.bfloat16 if config.bf16 else torch.float32)
+    warm_up(net, config, world, shape.vocab_size)
+    return Run(config, world, data, state, net, ShardLoader(data.val, *place), log, rate)
+
+
+def start_record(run: Run, given: set[str], off: dict[str, str]):
+    """The first record of the log: where this runs, every flag, and who chose it."""
+    config, world, loader = run.config, run.world, run.state.loader
+    sizes = [(len(g), sum(p.numel() for p in g)) for g in decay_groups(run.state.model)]
+    shape = run.state.model.config
+    sizes[0] = sizes[0][0], sizes[0][1] - (shape.num_rows - shape.vocab_size) * shape.n_embd
+    unused = sum(s.num_tokens for s in loader.shards) - len(loader) * config.seq_len
+    env = environment(world)
+    flags = asdict(config)
+    chosen = {n: v for n, v in flags.items() if n not in given and v != flag_defaults()[n]}
+    epochs = config.steps * config.batch_tokens / (len(loader) * config.seq_len)
+    text = [
+        f"GPT-2 {config.model}: {sizes[0][1] + sizes[1][1]:,} parameters; {sizes[0][0]} tensors with"
+        f" {sizes[0][1]:,} decayed, {sizes[1][0]} with {sizes[1][1]:,} not",
+        f"on {world.size} x {env['device']} ({env['device_name']}, torch {env['torch']}),"
+        f" {run.matmul_tflops:.3g} TFLOP/s in matrix products",
+        f"data: {len(loader):,} sequences of {config.seq_len} {run.data.tokenizer} tokens,"
+        f" {unused:,} tokens unused, {epochs:.2f} epochs in {config.steps:,} steps",
+        "chosen: " + " ".join(f"{spell(n)} {v}" for n, v in chosen.items()),
+        *(f"{spell(name)} is off: it {why}" for name, why in off.items()),
+    ]
+    run.log(
+        "\n".join(text), environment=env, flags=flags, given=sorted(given), off=off,
+        decay_groups=sizes, unused_tokens=unused, epochs=epochs, matmul_tflops=run.matmul_tflops,
+    )  # fmt: skip
+
+
+def flag_defaults() -> dict:
+    return {f.name: f.default for f in fields(TrainConfig)}
+
+
+def say_what_changed(run: Run, saved: dict):
+    """Which flags the run goes on with are not those it was saved with."""
+    now, then = asdict(run.config), saved["config"]
+    changed = {n: (then.get(n), v) for n, v in now.items() if then.get(n) != v and n != "resume"}
+    text = ", ".join(f"{spell(n)} {v} instead of {old}" for n, (old, v) in changed.items())
+    run.log(
+        f"resumed after step {run.state.step}" + f" with {text}" * bool(text),
+        resumed=run.state.step, changed={n: v for n, (_, v) in changed.items()},
+    )  # fmt: skip
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[float]]:
+    """A list that is no longer empty once SIGINT or SIGTERM came: the run then ends after its step.
+    A second one ends it at once, unless it comes within two seconds: torchrun passes on to its
+    ranks what the terminal has already sent them."""
+    times = []
+
+    def note(number, frame):
+        times.append(time.monotonic())
+        if times[-1] - times[0] > 2:
+            raise KeyboardInterrupt
+
+    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield times
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(run: Run) -> int:
+    """Train to config.steps: each step is logged, then saved, validated and sampled if due. Returns
+    the exit code: 0, or 3 if it was stopped."""
+    config, state = run.config, run.state
+    with stop_signals() as signals:
+        if state.step == 0:
+            validate(run)
+        while state.step < config.steps:
+            start = time.perf_counter()
+            loss, norm, stop = train_step(state, run.net, config, run.world, bool(signals))
+            log_step(run, loss, norm, time.perf_counter() - start)
+            if stop or due(state.step, config.save_every, config.steps):
+                save(run)
+            if stop and state.step < config.steps:
+                run.log(f"stopped by a signal after step {state.step}; go on with --resume"
+                        f" --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
+                return 3
+            if due(state.step, config.eval_every, config.steps):
+                validate(run)
+            if due(state.step, config.sample_every, config.steps) and run.world.is_main:
+                text = sample(run)
+                run.log(f"sample after step {state.step}:\n{text}", step=state.step, sample=text)
+    if run.world.is_main:
+        draw_loss(Path(config.out_dir))
+    return 0
+
+
+def log_step(run: Run, loss: float, norm: float, seconds: float):
+    config, step = run.config, run.state.step
+    run.ms.append(1000 * seconds)
+    tokens_per_s = config.batch_tokens / seconds
+    tflops = tokens_per_s * run.state.model.flops_per_token() / run.world.size / 1e12
+    lr = learning_rate(step - 1, config)
+    eta = int(sum(run.ms) / len(run.ms) / 1000 * (config.steps - step))
+    run.log(
+        f"step {step:{len(str(config.steps))}}/{config.steps} | loss {loss:.4f} | lr {lr:.2e} |"
+        f" norm {norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s |"
+        f" {tflops / run.matmul_tflops:.0%} of matmul | left {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}",
+        step=step, loss=loss, grad_norm=norm, learning_rate=lr, ms=1000 * seconds,
+        tokens_per_s=tokens_per_s, tflops=tflops, peak_mib=peak_memory_mib(run.world.device),
+    )  # fmt: skip
+
+
+def save(run: Run):
+    """Write a checkpoint, from the main rank: all ranks hold the same state."""
+    if not run.world.is_main:
+        return
+    config, state = run.config, run.state
+    facts = {
+        "identity": identity(config, state.model.config, run.data),
+        "config": asdict(config),
+        "environment": environment(run.world),
+    }
+    path = save_checkpoint(Path(config.out_dir), facts | state.state_dict(), config.keep)
+    run.log(f"saved {path}", saved=state.step, path=str(path))
+
+
+def validate(run: Run):
+    state, ratio = run.state, run.data.bytes_per_token
+    loss = evaluate(state.model, run.net, run.val_loader, run.config, run.world)
+    bits = {"bits_per_byte": loss / math.log(2) / ratio} if ratio else {}
+    text = "".join(f", {value:.4f} bits per byte" for value in bits.values())
+    run.log(f"validation after step {state.step}: loss {loss:.4f}{text}",
+            step=state.step, val_loss=loss, **bits)  # fmt: skip
+
+
+def draw_loss(out_dir: Path):
+    """The run's losses in loss.png, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    records = [json.loads(line) for line in open(out_dir / "log.jsonl", encoding="utf-8")]
+    axes = (figure := Figure()).add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    for name, style in (("loss", "-"), ("val_loss", "o-")):
+        values = {r["step"]: r[name] for r in records if name in r}  # the last, after a resume
+        axes.plot(list(values), list(values.values()), style, label=name)
+    axes.legend()
+    with whole_file(out_dir / "loss.png") as f:
+        figure.savefig(f, format="png")
+
+
+def fail(code: int, error: Exception | str, is_main: bool) -> int:
+    """Report error on one line, from one rank, and return code."""
+    if is_main:
+        print("train_gpt2.py: error: " + " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    is_main = os.environ.get("RANK", "0") == "0"
+    try:
+        world = find_world(dict(os.environ))
+        config, given = parse_args(sys.argv[1:] if argv is None else argv, world.device.type)
+        with process_group(world):
+            run = set_up(config, given, world)
+            if run is None:
+                print(f"already complete at step {config.steps}") if is_main else None
+                return 0
+            return train_or_fail(run)
+    except (OSError, ValueError) as error:
+        return fail(2, error, is_main)
+    except KeyboardInterrupt:
+        return fail(3, "stopped by a signal, not saved", is_main)
+
+
+def train_or_fail(run: Run) -> int:
+    try:
+        return train(run)
+    except FloatingPointError as error:
+        return fail(4, error, run.world.is_main)
+    except OSError as error:
+        return fail(6, error, run.world.is_main)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
