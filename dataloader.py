@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -38,8 +37,8 @@ VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # <|endoftext|> is the last id of b
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes path whole or not at all, also when the power fails."""
+def whole_file(path: Path) -> Iterator:
+    """A binary file to write that becomes path whole or not at all, also when the power fails."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
         with open(unfinished, "wb") as f:
@@ -50,18 +49,16 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         unfinished.unlink(missing_ok=True)
     if os.name == "posix":  # the new name is safe once the folder is on the disk too
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
+        os.fsync(folder := os.open(path.parent, os.O_RDONLY))
         os.close(folder)
 
 
-def missing_vocabulary() -> list[Path]:
+def missing_vocab() -> list[Path]:
     """Those of GPT-2's two vocabulary files that tiktoken would have to download: it keeps them
     under the SHA-1 of their address. Asked before tiktoken is, which waits for a network."""
     address = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     addresses = (address + name for name in ("vocab.bpe", "encoder.json"))
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
     paths = (Path(cache, hashlib.sha1(a.encode()).hexdigest()) for a in addresses)
     return [path for path in paths if not path.exists()]
 
@@ -88,76 +85,67 @@ class Shard:
 
     def largest_id(self) -> int:
         """By reading the whole shard, 32 MiB at a time."""
-        step = 1 << 24
-        starts = range(0, self.num_tokens, step)
-        return max(int(self.read(s, min(step, self.num_tokens - s)).max()) for s in starts)
+        starts = range(0, self.num_tokens, 1 << 24)
+        return max(int(self.read(s, min(1 << 24, self.num_tokens - s)).max()) for s in starts)
 
 
 def write_shard(path: Path, tokens: np.ndarray):
     """Write tokens, integers below 65,536 (num_tokens,), to path, whole or not at all."""
-    header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
+    header = np.array([MAGIC, VERSION, len(tokens)], "<i4").tobytes()
     with whole_file(path) as f:
-        f.write(header.tobytes())
+        f.write(header.ljust(HEADER_BYTES, b"\0"))
         f.write(tokens.astype(TOKEN).tobytes())
 
 
 def open_shard(path: Path) -> Shard:
-    """The shard in path, its layout recognised by its content and its size checked; ValueError if
-    it is none, is empty or is cut."""
+    """The shard in path; OSError or ValueError if there is none, or none that is whole."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; write some with {PREPARE}")
-    size = path.stat().st_size
+        raise FileNotFoundError(f"{path} is not a file; write shards with {PREPARE}")
+    try:
+        return recognise(path, path.stat().st_size)
+    except ValueError as error:
+        why = f"{path} is not a whole token shard: {error}"
+    raise ValueError(f"{why}; copy it again, or write it with {PREPARE}")
+
+
+def recognise(path: Path, size: int) -> Shard:
+    """The layout of a file of size bytes, told by its content; ValueError: what speaks against."""
     with open(path, "rb") as f:
-        head = f.read(HEADER_BYTES)
-    magic, version, num_tokens = (int(n) for n in np.frombuffer(head[:12].ljust(12, b"\0"), "<i4"))
-    why_not = f"starts with {magic}, {version} instead of {MAGIC}, {VERSION}"
-    if path.name in ("train.bin", "val.bin"):
-        why_not = why_not_raw(path, size)
+        head = f.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
+    magic, version, num_tokens = (int(n) for n in np.frombuffer(head, "<i4", 3))
     if head.startswith(b"\x93NUMPY"):
         shard = open_npy(path)
-    elif magic == MAGIC and version == VERSION and len(head) == HEADER_BYTES:
+    elif (magic, version) == (MAGIC, VERSION):
         shard = Shard(path, HEADER_BYTES, num_tokens)
-    elif not why_not:
-        shard = Shard(path, 0, size // TOKEN.itemsize)
+    elif path.name in ("train.bin", "val.bin"):
+        shard = open_raw(path, size)
     else:
-        raise ValueError(f"{path} is not a token shard: it {why_not}; write some with {PREPARE}")
+        raise ValueError(f"starts with {magic}, {version} instead of {MAGIC}, {VERSION}")
     on_disk = (size - shard.offset) / TOKEN.itemsize
-    if on_disk != shard.num_tokens:
-        raise ValueError(
-            f"{path} is damaged: it holds {on_disk:,.10g} tokens, its header says"
-            f" {shard.num_tokens:,}; copy or prepare it again"
-        )
-    if not shard.num_tokens:
-        raise ValueError(f"{path} is empty: 0 tokens; remove it, or prepare it again")
+    if on_disk != shard.num_tokens or not on_disk:
+        raise ValueError(f"holds {on_disk:,.10g} tokens, its header says {shard.num_tokens:,}")
     return shard
 
 
 def open_npy(path: Path) -> Shard:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; copy or prepare it again") from None
+    array = np.load(path, mmap_mode="r", allow_pickle=False)  # reads the header only
     if array.dtype != TOKEN or array.ndim != 1:
-        raise ValueError(
-            f"{path} holds {array.dtype} of shape {array.shape}, a token shard holds uint16 of one"
-            f" dimension; write some with {PREPARE}"
-        )
+        raise ValueError(f"holds {array.dtype} of shape {array.shape}, not uint16 in a row")
     return Shard(path, array.offset, len(array))
 
 
-def why_not_raw(path: Path, size: int) -> str:
-    """Why path can't be bare uint16 tokens, which have no header to tell; "" if it can."""
-    if size == 0 or size % TOKEN.itemsize:
-        return f"holds {size:,} bytes, not a number of 2-byte tokens"
+def open_raw(path: Path, size: int) -> Shard:
+    """nanoGPT's layout has no header: what its tokens can't be is told by their values."""
     tokens = np.fromfile(path, TOKEN, 1 << 20)
+    if size % TOKEN.itemsize or not size:
+        raise ValueError(f"holds {size:,} bytes, not a number of 2-byte tokens")
     if tokens.max() >= VOCAB_SIZES["gpt2"]:
-        return f"has no header and holds {tokens.max()}, not one of GPT-2's 50,257 tokens"
+        raise ValueError(f"has no header and holds {tokens.max()}, no token of GPT-2's 50,257")
     if len(tokens) > 1 and not tokens[1::2].any():
-        return "has no header and holds 32-bit numbers or zeros"
+        raise ValueError("has no header and holds 32-bit numbers or zeros")
     if tokens.view(np.uint8).all():
-        return "has no header and holds text"
-    return ""
+        raise ValueError("has no header and holds text")
+    return Shard(path, 0, size // TOKEN.itemsize)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -176,11 +164,8 @@ class TokenFolder:
 
     def fingerprint(self) -> str:
         """Differs for data of other lengths, order or beginnings; a name may change."""
-        digest = hashlib.sha256()
-        for shard in self.train:
-            digest.update(shard.num_tokens.to_bytes(8, "little"))
-            digest.update(shard.read(0, min(512, shard.num_tokens)).tobytes())
-        return digest.hexdigest()[:16]
+        begins = [(s.num_tokens, s.read(0, min(512, s.num_tokens)).tobytes()) for s in self.train]
+        return hashlib.sha256(repr(begins).encode()).hexdigest()[:16]
 
 
 def open_folder(path: Path) -> TokenFolder:
@@ -193,35 +178,30 @@ def open_folder(path: Path) -> TokenFolder:
     try:
         return open_prepared(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        why = f"{type(error).__name__} {error}"
-    raise ValueError(f"{path / MANIFEST} is damaged: {why}; prepare the data again")
+        why = f"damaged ({type(error).__name__}: {error}); prepare the data again"
+    raise ValueError(f"{path / MANIFEST} is {why}")
 
 
 def open_prepared(path: Path, manifest: dict) -> TokenFolder:
     """A folder that prepare_data.py wrote, where only what the manifest names counts."""
-    splits, largest_id = {}, 0
-    for split in ("train", "val"):
-        entries = manifest[split]["shards"]
-        splits[split] = [open_shard(path / Path(entry["name"]).name) for entry in entries]
-        found, listed = sum(s.num_tokens for s in splits[split]), manifest[split]["tokens"]
-        if found != listed:
-            raise ValueError(
-                f"--data-dir {path} holds {found:,} tokens of {split}, its {MANIFEST} says"
-                f" {listed:,}; prepare the data again"
-            )
-        largest_id = max(largest_id, *(entry["largest_id"] for entry in entries))
+    entries = [manifest[split]["shards"] for split in ("train", "val")]
+    train, val = ([open_shard(path / Path(e["name"]).name) for e in split] for split in entries)
+    for shard, entry in zip(train + val, sum(entries, []), strict=True):
+        if shard.num_tokens != entry["tokens"]:
+            why = f"{shard.num_tokens:,} tokens, {MANIFEST} says {entry['tokens']:,}"
+            raise ValueError(f"{shard.path} holds {why}; prepare the data again")
+    largest_id = max(entry["largest_id"] for entry in sum(entries, []))
     bytes_per_token = manifest["val"]["bytes"] / manifest["val"]["tokens"]
-    return TokenFolder(**splits, tokenizer=manifest["tokenizer"]["name"],
-                       largest_id=largest_id, bytes_per_token=bytes_per_token)  # fmt: skip
+    return TokenFolder(train, val, manifest["tokenizer"]["name"], largest_id, bytes_per_token)
 
 
 def find(path: Path, split: str) -> list[Shard]:
     """The shards of a folder without a manifest, by their names."""
-    files = sorted(f for suffix in ("bin", "npy") for f in path.glob(f"*{split}*.{suffix}"))
-    both = [f.name for f in files if "train" in f.name and "val" in f.name]
-    if both or not files:
-        why = f"{both[0]}, of both splits" if both else f"no *{split}*.bin or *{split}*.npy"
-        raise FileNotFoundError(f"--data-dir {path} has {why}; write shards with {PREPARE}")
+    files = sorted(f for f in path.glob(f"*{split}*") if f.suffix in (".bin", ".npy"))
+    if not files or any("train" in f.name and "val" in f.name for f in files):
+        raise FileNotFoundError(
+            f"--data-dir {path} has no {split} shards of its own: see {PREPARE}"
+        )
     return [open_shard(file) for file in files]
 
 
@@ -260,19 +240,16 @@ class ShardLoader:
     """
 
     def __init__(
-        self, shards: list[Shard], B: int, T: int, rank: int = 0, num_ranks: int = 1,
-        seed: int | None = None,
-    ):  # fmt: skip
+        self, shards: list[Shard], B: int, T: int, rank=0, num_ranks=1, seed: int | None = None
+    ):
         self.shards, self.B, self.T = shards, B, T
         self.rank, self.num_ranks, self.seed = rank, num_ranks, seed
         # the last target of a sequence is the token after it, hence the - 1
         self.ends = list(accumulate((shard.num_tokens - 1) // T for shard in shards))
         if not len(self):
             longest = max(shard.num_tokens for shard in shards)
-            raise ValueError(
-                f"--seq-len {T}: a sequence and its last target need {T + 1:,} tokens, the largest"
-                f" shard of {shards[0].path.parent} holds {longest:,}; lower --seq-len"
-            )
+            why = f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}"
+            raise ValueError(f"{why}: try --seq-len {longest - 1}")
         self.position = 0  # sequences dealt out so far, over all ranks
 
     def __len__(self) -> int:
@@ -298,9 +275,3 @@ class ShardLoader:
         first = self.position + self.rank * self.B
         self.position += self.num_ranks * self.B
         return self.batch(range(first, first + self.B))
-
-    def state_dict(self) -> dict:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict):
-        self.position = state["position"]

@@ -77,8 +77,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x (B, nh, T, hs)
+        qkv = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, nh, T, hs)
         y = self.attend(q, k, v)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -108,9 +108,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2. `flash` picks the attention; it changes speed and memory, not the checkpoint."""
+    """GPT-2, its initial weights drawn from seed alone. flash picks the attention: it changes speed
+    and memory, not the checkpoint."""
 
-    def __init__(self, config: GPTConfig, flash: bool = True):
+    def __init__(self, config: GPTConfig, flash: bool = True, seed: int = 0):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict({
@@ -122,7 +123,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.num_rows, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one tensor, two uses
         self.register_buffer("padding", self.padding_bias(), persistent=False)
-        self.init_weights()
+        self.init_weights(torch.Generator().manual_seed(seed))
 
     def padding_bias(self) -> Tensor | None:
         """What the head adds to the logits, (V,): -inf for the padded rows, so that they have no
@@ -133,7 +134,7 @@ class GPT(nn.Module):
         return torch.zeros(V).masked_fill(torch.arange(V) >= vocab_size, -math.inf)
 
     @torch.no_grad()
-    def init_weights(self):
+    def init_weights(self, rng: torch.Generator):
         """Biases 0, layer norms 1, matrices N(0, 0.02); the last matrix of each residual branch is
         smaller by sqrt(branches), so that their sum starts at unit scale (GPT-2, section 2.3).
         Padded rows are 0 and draw no random number: the other weights do not depend on them."""
@@ -142,10 +143,10 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 p.zero_()
             elif name == "transformer.wte.weight":
-                p.zero_()[: self.config.vocab_size].normal_(std=0.02)
+                p.zero_()[: self.config.vocab_size].normal_(std=0.02, generator=rng)
             elif p.dim() == 2:
                 is_branch_end = name.endswith("c_proj.weight")
-                p.normal_(std=0.02 / math.sqrt(branches) if is_branch_end else 0.02)
+                p.normal_(std=0.02 / math.sqrt(branches if is_branch_end else 1), generator=rng)
 
     def features(self, idx: Tensor) -> Tensor:
         """What the head reads the next token from: idx (B, T) -> (B, T, C)."""
@@ -183,6 +184,17 @@ class GPT(nn.Module):
             pick = torch.multinomial(top.softmax(dim=-1), 1, generator=rng)  # (B, 1)
             idx = torch.cat([idx, ids.gather(1, pick)], dim=1)
         return idx
+
+    def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters with weight decay, matrices and embeddings, and those without."""
+        params = list(self.parameters())
+        return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+
+    def num_elements(self, params: list[nn.Parameter]) -> int:
+        """The size of params, without the padded rows."""
+        padded = self.transformer.wte.weight[self.config.vocab_size :]
+        in_params = any(p is self.transformer.wte.weight for p in params)
+        return sum(p.numel() for p in params) - padded.numel() * in_params
 
     def flops_per_token(self) -> int:
         """Multiplications and additions of forward and backward for one token, after Chowdhery et

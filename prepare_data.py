@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dataloader import MANIFEST, TOKEN, VOCAB_SIZES, missing_vocabulary, whole_file, write_shard
+from dataloader import MANIFEST, TOKEN, VOCAB_SIZES, missing_vocab, whole_file, write_shard
 
 # --------------------------------------------------------------------------------------------------
 # Documents
@@ -100,7 +100,7 @@ def gpt2_tokenizer() -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except OSError as error:  # what requests raises without a network, in a hundred ways
-        files = " and ".join(path.name for path in missing_vocabulary())
+        files = " and ".join(path.name for path in missing_vocab())
         raise OSError(
             "--tokenizer gpt2: no network to fetch vocab.bpe and encoder.json from"
             " openaipublic.blob.core.windows.net/gpt-2/encodings/main/; fetch them elsewhere, name"
@@ -116,13 +116,7 @@ def gpt2_tokenizer() -> Tokenizer:
     return Tokenizer("gpt2", encode, hashlib.sha256(vocabulary).hexdigest())
 
 
-def make_tokenizer(name: str) -> Tokenizer:
-    if name == "auto":
-        name = "bytes" if missing_vocabulary() else "gpt2"
-        if name == "bytes":
-            print("GPT-2's vocabulary is not on this machine: each byte is a token instead")
-    return gpt2_tokenizer() if name == "gpt2" else bytes_tokenizer()
-
+TOKENIZERS = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer}
 
 # --------------------------------------------------------------------------------------------------
 # Shards
@@ -219,8 +213,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add = parser.add_argument
     add("--input", nargs="+", type=Path, help="files and folders; none: Python's standard library")
     add("--data-dir", type=Path, default=Path("data/stdlib-bytes"), help="folder to write")
-    add("--tokenizer", default="bytes", choices=["bytes", "gpt2", "auto"],
-        help="auto: gpt2 if its vocabulary is on this machine, else bytes")  # fmt: skip
+    add("--tokenizer", default="bytes", choices=list(TOKENIZERS), help="GPT-2's, or bytes")
     add("--shard-tokens", type=int, default=100_000_000, help="tokens per shard")
     add("--val-fraction", type=float, default=0.01, help="documents for validation, 0 to 0.5")
     add("--seed", type=int, default=1337, help="seed of which documents these are")
@@ -237,7 +230,7 @@ def prepare(args: Namespace):
     if args.data_dir.exists():
         raise FileExistsError(f"--data-dir {args.data_dir} exists; name another, or remove it")
     files = files_in(args.input) if args.input else standard_library()
-    tokenizer = make_tokenizer(args.tokenizer)
+    tokenizer = TOKENIZERS[args.tokenizer]()
     unfinished = args.data_dir.with_name(f".{args.data_dir.name}.{os.getpid()}.tmp")
     unfinished.mkdir(parents=True)
     try:

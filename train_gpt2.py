@@ -23,24 +23,17 @@ from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dataloader import (
-    VOCAB_SIZES,
-    ShardLoader,
-    TokenFolder,
-    missing_vocabulary,
-    open_folder,
-    whole_file,
-)
+from dataloader import VOCAB_SIZES, ShardLoader, TokenFolder, missing_vocab, open_folder, whole_file
 from model import GPT, SHAPES, GPTConfig
 
 # --------------------------------------------------------------------------------------------------
@@ -96,21 +89,16 @@ class TrainConfig:
             if isinstance(value, int | float) and not least <= value < math.inf:
                 raise ValueError(f"{spell(f.name)} {value} must be a number of at least {least}")
         if 0 < self.warmup_steps >= self.steps:
-            raise ValueError(
-                f"--warmup-steps {self.warmup_steps} must be less than --steps {self.steps}:"
-                f" try --warmup-steps {self.steps // 5}"
-            )
-        most = SHAPES[self.model].seq_len
-        if self.model != "nano" and self.seq_len > most:
-            raise ValueError(
-                f"--seq-len {self.seq_len} is more than the {most} positions of --model"
-                f" {self.model}: try --seq-len {most}"
-            )
-        self.shape(1)  # checks the heads
+            more = f"--warmup-steps {self.warmup_steps} must be less than --steps {self.steps}"
+            raise ValueError(f"{more}: try --warmup-steps {self.steps // 5}")
+        most = math.inf if self.model == "nano" else SHAPES[self.model].seq_len
+        if self.seq_len > most:
+            more = f"--seq-len {self.seq_len} is more than the {most} positions of {self.model}"
+            raise ValueError(f"{more}: try --seq-len {most}")
+        self.shape(vocab_size=1)  # raises if the heads do not divide the channels
 
     def shape(self, vocab_size: int) -> GPTConfig:
-        names = [f.name for f in fields(GPTConfig) if f.name != "vocab_size"]
-        return GPTConfig(vocab_size, **{name: getattr(self, name) for name in names})
+        return GPTConfig(vocab_size, **{name: getattr(self, name) for name in SHAPE_FLAGS})
 
     def num_micro(self, num_ranks: int) -> int:
         """Micro-batches of each rank in a step; ValueError if a rank would be left with a part."""
@@ -127,6 +115,7 @@ class TrainConfig:
         return self.batch_tokens // per_pass
 
 
+SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -134,7 +123,6 @@ RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; n
     "gpt2-xl": {"learning_rate": 2e-4, "batch_tokens": 1_048_576},
     "nano": {"learning_rate": 4e-3, "batch_tokens": 4096, "steps": 500, "eval_tokens": 262_144},
 }
-CHOICES = {"model": list(RECIPES)}
 
 
 def spell(name: str) -> str:
@@ -142,11 +130,8 @@ def spell(name: str) -> str:
 
 
 def recipe(model: str) -> dict:
-    """What a model's recipe says of the flags, where it differs from TrainConfig's defaults."""
-    shape = {
-        name: getattr(SHAPES[model], name) for name in ("n_layer", "n_head", "n_embd", "seq_len")
-    }
-    return shape | RECIPES[model]
+    """The flags that a model sets."""
+    return {name: getattr(SHAPES[model], name) for name in SHAPE_FLAGS} | RECIPES[model]
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -163,10 +148,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for f in fields(TrainConfig):
         kind = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
-        if f.name in CHOICES:
-            kind["choices"] = CHOICES[f.name]
+        choices = {"choices": list(RECIPES)} if f.name == "model" else {}
         text = f"{f.metadata['help']} (default: {default_text(f.name, f.default)})"
-        parser.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **kind)
+        parser.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **kind, **choices)
     return parser
 
 
@@ -174,7 +158,7 @@ def default_text(name: str, default) -> str:
     """A flag's default in words, with the models whose recipe has another."""
     own = {model: recipe(model).get(name, default) for model in RECIPES}
     others = [f"{model} {value}" for model, value in own.items() if value != default]
-    return "; ".join([str(default) if default != "" else "none", *others])
+    return "; ".join(["none" if default == "" else str(default), *others])
 
 
 def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]]:
@@ -194,39 +178,40 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     return TrainConfig(**values | given), set(given)
 
 
-def speed_ups(config: TrainConfig, given: set[str], device: torch.device) -> tuple[dict, dict]:
-    """The speed-up flags as this device gets them, and why each one that is off is off; ValueError
-    if one was asked for that can't be had here."""
-    cuda = device.type == "cuda"
-    ampere = cuda and torch.cuda.get_device_capability(device) >= (8, 0)
-    why = {}
-    if not ampere:
-        why["tf32"] = "needs an NVIDIA GPU of the Ampere generation or later"
+def why_off(config: TrainConfig, given: set[str], device: torch.device) -> dict[str, str]:
+    """The speed-ups that this device does without, and why; ValueError if the command line asks for
+    one that can't be had."""
+    why, cuda = {}, device.type == "cuda"
+    if not cuda or torch.cuda.get_device_capability(device) < (8, 0):
+        why["tf32"] = why["bf16"] = f"needs an NVIDIA GPU of 2020 or later, this is {device}"
         if "tf32" in given and config.tf32:
-            raise ValueError(f"--tf32 {why['tf32']}, here is {device}: leave it out")
-        why["bf16"] = "is slower than float32 where the hardware lacks it"
+            raise ValueError(f"--tf32 {why['tf32']}: leave it out")
+    if device.type == "cpu" and config.model != "nano" and has_bf16(Path("/proc/cpuinfo")):
+        del why["bf16"]  # 1.8 times as fast at 124M; nano gains nothing
     if not cuda:
-        why["compile"] = "takes longer to compile than a short run without a GPU gains"
-    if "compile" not in why or ("compile" in given and config.compile):
-        cause = why_not_compile(device) if config.compile else ""
-        if cause and "compile" in given:
-            raise ValueError(f"--compile: {cause}; or run with --no-compile")
-        if cause:
-            why["compile"] = cause
-    off = {name: why[name] for name in why if name not in given}
-    return {name: False for name in off}, off
+        why["compile"] = "brings nothing without a GPU but a wait"  # measured, at 124M and nano
+    if config.compile and (cuda or "compile" in given) and (cause := why_not_compile(device)):
+        if "compile" in given:
+            raise ValueError(f"--compile {cause}; or leave it out")
+        why["compile"] = cause
+    return {name: text for name, text in why.items() if name not in given}
+
+
+def has_bf16(cpuinfo: Path) -> bool:
+    """Whether the CPU multiplies bfloat16 itself (avx512_bf16, amx_bf16; bf16 of an Arm)."""
+    return cpuinfo.exists() and "bf16" in cpuinfo.read_text()
 
 
 def why_not_compile(device: torch.device) -> str:
-    """ "" where torch.compile works, tried on a small piece; else the cause and the cure."""
+    """Nothing where torch.compile works, tried on a small piece; else the cause and the cure."""
     x = torch.randn(8, 8, device=device, requires_grad=True)
     try:
-        torch.compile(lambda x: F.gelu(x).sum(), dynamic=False)(x).backward()
+        torch.compile(lambda x: nn.functional.gelu(x).sum(), dynamic=False)(x).backward()
     except Exception as error:  # Dynamo, Inductor, Triton or a C++ compiler, each in its own way
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        cure = "install triton" if device.type == "cuda" else "install a C++ compiler (g++)"
-        cure = "install triton-windows" if os.name == "nt" else cure
-        return f"torch.compile fails here ({type(error).__name__}: {lines[0]:.200}): {cure}"
+        cures = {"nt": "triton-windows", "cuda": "triton"}
+        cure = cures.get(os.name) or cures.get(device.type, "a C++ compiler (g++)")
+        cause = " ".join(str(error).split())[:200]
+        return f"fails here ({type(error).__name__}: {cause}): install {cure}"
     return ""
 
 
@@ -271,25 +256,25 @@ class World:
 
 def find_world(env: dict[str, str]) -> World:
     """This process's place among the ranks, and its device; ValueError if the two do not fit."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in env]
-    if 0 < len(missing) < len(names) and missing != ["LOCAL_WORLD_SIZE"]:
-        raise ValueError(
-            f"{' and '.join(sorted(set(names) & set(env)))} is set, {' and '.join(missing)} is not:"
-            " start ranks with torchrun, or unset all of them"
-        )
-    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    rank, local_rank, size, local_size = (int(env.get(name, defaults[name])) for name in names)
+    if 0 < len(missing) < len(names):
+        rest = ", ".join(name for name in names if name in env)
+        raise ValueError(f"{rest} set without {', '.join(missing)}: use torchrun, or unset {rest}")
+    rank, local_rank, size = (int(env.get(*pair)) for pair in zip(names, (0, 0, 1), strict=True))
     if not 0 <= rank < size:
-        raise ValueError(f"RANK {rank} must be less than WORLD_SIZE {size}: start with torchrun")
+        raise ValueError(f"RANK {rank} must be less than WORLD_SIZE {size}: use torchrun")
     if not torch.cuda.is_available():
         mps = torch.backends.mps.is_available() and size == 1
         return World(rank, size, torch.device("mps" if mps else "cpu"))
-    num_gpus = torch.cuda.device_count()
-    if max(local_size, local_rank + 1) > num_gpus:
+    local_size, num_gpus = (
+        int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+        torch.cuda.device_count(),
+    )
+    if local_size > num_gpus:
+        seen = f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '(not set)')}"
         raise ValueError(
-            f"--nproc_per_node={max(local_size, local_rank + 1)} is more than the {num_gpus} GPUs"
-            f" here (CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', 'not set')}):"
+            f"--nproc_per_node={local_size} is more than the {num_gpus} GPUs here ({seen}):"
             f" try --nproc_per_node={num_gpus}"
         )
     return World(rank, size, torch.device("cuda", local_rank))
@@ -330,7 +315,7 @@ class TrainState:
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict()["state"],
-            "loader": self.loader.state_dict(),
+            "position": self.loader.position,
         }
 
     def load_state_dict(self, saved: dict):
@@ -340,7 +325,7 @@ class TrainState:
         self.model.load_state_dict(saved["model"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
-        self.loader.load_state_dict(saved["loader"])
+        self.loader.position = saved["position"]
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
@@ -379,22 +364,10 @@ def newest_checkpoint(out_dir: Path, is_main: bool) -> dict | None:
         try:
             return read_checkpoint(path)
         except ValueError as error:
-            if is_main:
-                print(f"train_gpt2.py: {error}; trying the one before it", file=sys.stderr)
+            fail(7, f"{error}; trying the one before it", is_main)
     if paths:
-        raise SystemExit(fail(7, f"no good checkpoint among {len(paths)} in {out_dir}", is_main))
+        raise SystemExit(fail(7, f"error: --resume: no good checkpoint in {out_dir}", is_main))
     return None
-
-
-def check_saved(saved: dict, config: TrainConfig, shape: GPTConfig, data: TokenFolder):
-    """ValueError if the flags or the data ask for another run than the one that was saved."""
-    wanted = identity(config, shape, data)
-    for name, value in wanted.items():
-        if saved["identity"][name] != value:
-            raise ValueError(
-                f"{spell(name)} {value} differs from the {saved['identity'][name]} of the run in"
-                f" {config.out_dir}: give it as it was, or another --out-dir"
-            )
 
 
 def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
@@ -403,19 +376,21 @@ def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
     return asdict(shape) | order
 
 
+def check_identity(saved: dict, wanted: dict, out_dir: Path):
+    """ValueError if the flags or the data ask for another run than the one that was saved."""
+    for name, value in wanted.items():
+        if saved[name] != value:
+            why = f"{spell(name)}: the run in {out_dir} has {saved[name]}, this one {value}"
+            raise ValueError(f"{why}; give it as it was, or another --out-dir")
+
+
 # --------------------------------------------------------------------------------------------------
 # Optimization
 
 
-def decay_groups(model: GPT) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters with weight decay, those of matrix products and embeddings, and the others."""
-    params = list(model.parameters())
-    return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
-
-
 def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW as GPT-3 set it (Brown et al. 2020, appendix B)."""
-    decayed, others = decay_groups(model)
+    decayed, others = model.decay_groups()
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -474,8 +449,8 @@ def warm_up(net: nn.Module, config: TrainConfig, world: World, vocab_size: int):
 
 
 def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
-    """The largest power of two that divides a rank's part of a step and fits: on a GPU 64 sequences,
-    halved until a pass of the plain model finds memory; elsewhere 4,096 tokens."""
+    """The largest power of two that divides a rank's part of a step and fits: on a GPU 64
+    sequences, halved until a pass of the plain model finds memory; elsewhere 4,096 tokens."""
     sequences = config.num_micro(world.size)  # of one rank, since micro_batch_size is 0
     limit = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     B = math.gcd(sequences, 1 << (limit.bit_length() - 1))
@@ -558,7 +533,7 @@ class Run:
     val_loader: ShardLoader
     log: Callable
     matmul_tflops: float
-    ms: list[float] = field(default_factory=list)  # of the steps of this process
+    seconds: list[float] = field(default_factory=list)  # of each step of this process
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -586,37 +561,25 @@ def prepare_own_source(tokenizer: str) -> Path:
         print(
             f"no --data-dir: preparing Python's own source as {tokenizer} in {folder}", flush=True
         )
-        program = Path(__file__).with_name("prepare_data.py")
-        command = [sys.executable, program, "--data-dir", folder, "--tokenizer", tokenizer]
-        done = subprocess.run(command)
-        if done.returncode and not folder.exists():  # it does if another run was faster
-            raise OSError(f"prepare_data.py could not write {folder}; name one with --data-dir")
-    return folder
+        program = [sys.executable, Path(__file__).with_name("prepare_data.py")]
+        subprocess.run([*program, "--data-dir", folder, "--tokenizer", tokenizer])
+    return folder  # whoever wrote it: another run may have been faster
 
 
 def open_data(config: TrainConfig) -> tuple[TokenFolder, GPTConfig]:
     """The data, and the network over its vocabulary; ValueError if an id is beyond it."""
-    folder = config.data_dir
-    if not folder:
-        use_bytes = config.model == "nano" or missing_vocabulary()
-        folder = prepare_own_source("bytes" if use_bytes else "gpt2")
-    data = open_folder(Path(folder))
+    as_bytes = config.model == "nano" or missing_vocab()
+    data = open_folder(Path(config.data_dir or prepare_own_source("bytes" if as_bytes else "gpt2")))
     for shards in (data.train, data.val):
-        ShardLoader(shards, 1, config.seq_len)  # holds a sequence
+        ShardLoader(shards, 1, config.seq_len)  # raises if no shard holds a sequence
     vocab_size = SHAPES[config.model].vocab_size
     if config.model == "nano":
         vocab_size = VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
-    shards = (
-        []
-        if data.largest_id is not None and data.largest_id < vocab_size
-        else data.train + data.val
-    )
-    for shard in shards:
-        if (largest := shard.largest_id()) >= vocab_size:
-            raise ValueError(
-                f"{shard.path} holds token {largest}, --model {config.model} has {vocab_size}:"
-                " prepare the data again with --tokenizer gpt2"
-            )
+    if data.largest_id is None or data.largest_id >= vocab_size:
+        for shard in data.train + data.val:
+            if (largest := shard.largest_id()) >= vocab_size:
+                why = f"{shard.path} holds token {largest}, --model {config.model} has {vocab_size}"
+                raise ValueError(f"{why}: prepare the data again with --tokenizer gpt2")
     return data, config.shape(vocab_size)
 
 
@@ -676,34 +639,30 @@ def environment(world: World) -> dict:
 
 
 def codec(tokenizer: str) -> tuple[Callable, Callable] | None:
-    """Functions from text to ids and back; None if this machine lacks the vocabulary."""
+    """From text to ids and back; None where this machine lacks what that takes."""
     if tokenizer == "bytes":
-        return (
-            lambda text: list(text.encode()),
-            lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace"),
-        )
+        return str.encode, lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
+    if tokenizer != "gpt2" or missing_vocab():
+        return None
     try:
         import tiktoken
     except ImportError:
-        return None
-    if tokenizer != "gpt2" or missing_vocabulary():
         return None
     encoding = tiktoken.get_encoding("gpt2")
     return encoding.encode_ordinary, encoding.decode
 
 
 def sample(run: Run, num_tokens: int = 200) -> str:
-    """A text that the model goes on with, always from the same random numbers."""
-    config, device = run.config, run.world.device
-    encode_decode = codec(run.data.tokenizer)
+    """A text that the model goes on with, from the same random numbers each time."""
+    config, device, both = run.config, run.world.device, codec(run.data.tokenizer)
     end_of_text = VOCAB_SIZES.get(run.data.tokenizer, 1) - 1  # where each document begins
-    ids = encode_decode[0](config.prompt) if encode_decode and config.prompt else [end_of_text]
+    ids = list(both[0](config.prompt)) if both and config.prompt else [end_of_text]
     rng = torch.Generator(device).manual_seed(config.seed)
     with autocast(config, device):
         idx = torch.tensor([ids], device=device)
-        out = run.state.model.generate(idx, num_tokens, temperature=0.8, top_k=50, rng=rng)
-    new = [i for i in out[0].tolist() if i != end_of_text]
-    return encode_decode[1](new) if encode_decode else f"(no vocabulary to decode) {new}"
+        idx = run.state.model.generate(idx, num_tokens, temperature=0.8, top_k=50, rng=rng)
+    ids = [i for i in idx[0].tolist() if i != end_of_text]
+    return both[1](ids) if both else f"no vocabulary here to read them with: {ids}"
 
 
 def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
@@ -715,27 +674,24 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     config = replace(config, out_dir=str(out_dir))
     saved = newest_checkpoint(out_dir, world.is_main) if config.resume else None
     if saved:
-        check_saved(saved, config, shape, data)
+        check_identity(saved["identity"], identity(config, shape, data), out_dir)
         if saved["step"] >= config.steps:
             return None
-    chosen, off = speed_ups(config, given, world.device)
-    config = replace(config, **chosen)
+    off = why_off(config, given, world.device)
+    config = replace(config, **{name: False for name in off})
     world.from_main(lambda: out_dir.mkdir(parents=True, exist_ok=True))
-    log = make_log(out_dir, world.is_main)
-    run = build(config, world, data, shape, log)
-    start_record(run, given, off)
+    run = build(config, world, data, shape)
+    log_start(run, given, off)
+    warm_up(run.net, run.config, world, shape.vocab_size)
     if saved:
         run.state.load_state_dict(saved)
-        say_what_changed(run, saved)
+        log_resume(run, saved["config"])
     return run
 
 
-def build(
-    config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig, log: Callable
-) -> Run:
-    """The network, warmed up, and everything around it, in the state before the first step."""
-    torch.manual_seed(config.seed)  # the same weights on every rank
-    model = GPT(shape, config.flash).to(world.device)
+def build(config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig) -> Run:
+    """The network and everything around it, in the state before the first step."""
+    model = GPT(shape, config.flash, config.seed).to(world.device)
     net = speed_up(model, config, world)
     if not config.micro_batch_size:
         B = world.from_main(lambda: micro_batch_that_fits(model, config, world))
@@ -744,50 +700,38 @@ def build(
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     state = TrainState(model, make_optimizer(model, config), loader)
     rate = matmul_tflops(world.device, torch.bfloat16 if config.bf16 else torch.float32)
-    warm_up(net, config, world, shape.vocab_size)
+    log = make_log(Path(config.out_dir), world.is_main)
     return Run(config, world, data, state, net, ShardLoader(data.val, *place), log, rate)
 
 
-def start_record(run: Run, given: set[str], off: dict[str, str]):
-    """The first record of the log: where this runs, every flag, and who chose it."""
-    config, world, loader = run.config, run.world, run.state.loader
-    sizes = [(len(g), sum(p.numel() for p in g)) for g in decay_groups(run.state.model)]
-    shape = run.state.model.config
-    sizes[0] = sizes[0][0], sizes[0][1] - (shape.num_rows - shape.vocab_size) * shape.n_embd
+def log_start(run: Run, given: set[str], off: dict[str, str]):
+    """The first record: where this runs, every flag, and who chose it."""
+    config, model, loader = run.config, run.state.model, run.state.loader
+    env, flags = environment(run.world), asdict(config)
+    (a, num_a), (b, num_b) = ((len(g), model.num_elements(g)) for g in model.decay_groups())
     unused = sum(s.num_tokens for s in loader.shards) - len(loader) * config.seq_len
-    env = environment(world)
-    flags = asdict(config)
-    chosen = {n: v for n, v in flags.items() if n not in given and v != flag_defaults()[n]}
     epochs = config.steps * config.batch_tokens / (len(loader) * config.seq_len)
-    text = [
-        f"GPT-2 {config.model}: {sizes[0][1] + sizes[1][1]:,} parameters; {sizes[0][0]} tensors with"
-        f" {sizes[0][1]:,} decayed, {sizes[1][0]} with {sizes[1][1]:,} not",
-        f"on {world.size} x {env['device']} ({env['device_name']}, torch {env['torch']}),"
+    chosen = [f.name for f in fields(config) if f.name not in given and flags[f.name] != f.default]
+    lines = [
+        f"{config.model}: {num_a + num_b:,} parameters; weight decay on {a} tensors with {num_a:,},"
+        f" none on {b} with {num_b:,}; AdamW {'fused' if config.fused else 'plain'}",
+        f"{env['ranks']} x {env['device_name'] or env['device']}, torch {env['torch']}:"
         f" {run.matmul_tflops:.3g} TFLOP/s in matrix products",
-        f"data: {len(loader):,} sequences of {config.seq_len} {run.data.tokenizer} tokens,"
-        f" {unused:,} tokens unused, {epochs:.2f} epochs in {config.steps:,} steps",
-        "chosen: " + " ".join(f"{spell(n)} {v}" for n, v in chosen.items()),
-        *(f"{spell(name)} is off: it {why}" for name, why in off.items()),
+        f"{len(loader):,} sequences of {config.seq_len} {run.data.tokenizer} tokens: {epochs:.2f}"
+        f" epochs in {config.steps:,} steps, {unused:,} tokens unused",
+        "chosen: " + " ".join(f"{spell(name)}={flags[name]}" for name in chosen),
+        *(f"off: {spell(name)} {text}" for name, text in off.items()),
     ]
-    run.log(
-        "\n".join(text), environment=env, flags=flags, given=sorted(given), off=off,
-        decay_groups=sizes, unused_tokens=unused, epochs=epochs, matmul_tflops=run.matmul_tflops,
-    )  # fmt: skip
+    run.log("\n".join(lines), environment=env, flags=flags, chosen=chosen, off=off, epochs=epochs,
+            unused_tokens=unused, matmul_tflops=run.matmul_tflops)  # fmt: skip
 
 
-def flag_defaults() -> dict:
-    return {f.name: f.default for f in fields(TrainConfig)}
-
-
-def say_what_changed(run: Run, saved: dict):
-    """Which flags the run goes on with are not those it was saved with."""
-    now, then = asdict(run.config), saved["config"]
-    changed = {n: (then.get(n), v) for n, v in now.items() if then.get(n) != v and n != "resume"}
-    text = ", ".join(f"{spell(n)} {v} instead of {old}" for n, (old, v) in changed.items())
-    run.log(
-        f"resumed after step {run.state.step}" + f" with {text}" * bool(text),
-        resumed=run.state.step, changed={n: v for n, (_, v) in changed.items()},
-    )  # fmt: skip
+def log_resume(run: Run, before: dict):
+    """Where the run goes on, and which flags are not those it was saved with."""
+    now = {name: value for name, value in asdict(run.config).items() if name != "resume"}
+    changed = {name: value for name, value in now.items() if before[name] != value}
+    text = "".join(f", {spell(n)} {v} instead of {before[n]}" for n, v in changed.items())
+    run.log(f"resumed after step {run.state.step}{text}", resumed=run.state.step, changed=changed)
 
 
 @contextmanager
@@ -839,16 +783,15 @@ def train(run: Run) -> int:
 
 def log_step(run: Run, loss: float, norm: float, seconds: float):
     config, step = run.config, run.state.step
-    run.ms.append(1000 * seconds)
+    run.seconds.append(seconds)
     tokens_per_s = config.batch_tokens / seconds
-    tflops = tokens_per_s * run.state.model.flops_per_token() / run.world.size / 1e12
-    lr = learning_rate(step - 1, config)
-    eta = int(sum(run.ms) / len(run.ms) / 1000 * (config.steps - step))
+    tflops = tokens_per_s * run.state.model.flops_per_token() / run.world.size / 1e12  # of a rank
+    lr, mfu = learning_rate(step - 1, config), tflops / run.matmul_tflops
+    left = timedelta(seconds=int(np.mean(run.seconds) * (config.steps - step)))
     run.log(
-        f"step {step:{len(str(config.steps))}}/{config.steps} | loss {loss:.4f} | lr {lr:.2e} |"
-        f" norm {norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s |"
-        f" {tflops / run.matmul_tflops:.0%} of matmul | left {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}",
-        step=step, loss=loss, grad_norm=norm, learning_rate=lr, ms=1000 * seconds,
+        f"step {step}/{config.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} |"
+        f" {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s | {mfu:.0%} MFU | {left} left",
+        step=step, loss=loss, grad_norm=norm, learning_rate=lr, ms=1000 * seconds, mfu=mfu,
         tokens_per_s=tokens_per_s, tflops=tflops, peak_mib=peak_memory_mib(run.world.device),
     )  # fmt: skip
 
@@ -892,13 +835,6 @@ def draw_loss(out_dir: Path):
         figure.savefig(f, format="png")
 
 
-def fail(code: int, error: Exception | str, is_main: bool) -> int:
-    """Report error on one line, from one rank, and return code."""
-    if is_main:
-        print("train_gpt2.py: error: " + " ".join(str(error).split()), file=sys.stderr)
-    return code
-
-
 def main(argv: list[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     try:
@@ -907,22 +843,27 @@ def main(argv: list[str] | None = None) -> int:
         with process_group(world):
             run = set_up(config, given, world)
             if run is None:
-                print(f"already complete at step {config.steps}") if is_main else None
-                return 0
+                return fail(0, f"already complete: step {config.steps} is saved", is_main)
             return train_or_fail(run)
     except (OSError, ValueError) as error:
-        return fail(2, error, is_main)
+        return fail(2, f"error: {error}", is_main)
     except KeyboardInterrupt:
-        return fail(3, "stopped by a signal, not saved", is_main)
+        return fail(3, "stopped by a signal before it could save", is_main)
 
 
 def train_or_fail(run: Run) -> int:
     try:
         return train(run)
-    except FloatingPointError as error:
-        return fail(4, error, run.world.is_main)
-    except OSError as error:
-        return fail(6, error, run.world.is_main)
+    except (FloatingPointError, OSError) as error:
+        code = 6 if isinstance(error, OSError) else 4
+        return fail(code, f"error: {error}", run.world.is_main)
+
+
+def fail(code: int, why: str, is_main: bool) -> int:
+    """Say why on one line, from one rank, and return the exit code."""
+    if is_main:
+        print("train_gpt2.py:", *why.split(), file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

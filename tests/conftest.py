@@ -1,0 +1,127 @@
+"""What the tests share: a tiny data set, and runs of train_gpt2.py in processes of their own."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dataloader
+import train_gpt2
+
+TINY = {  # flags of a run of a second
+    "model": "nano", "n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "steps": 12,
+    "micro_batch_size": 1, "batch_tokens": 192, "eval_tokens": 512, "eval_every": 0,
+    "save_every": 5, "warmup_steps": 2, "learning_rate": 0.01,
+}  # fmt: skip
+
+
+def flags(**changes) -> list[str]:
+    """A command line: TINY with changes; None leaves a flag out."""
+    values = TINY | changes
+    line = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            line.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
+        elif value is not None:
+            line += [train_gpt2.spell(name), str(value)]
+    return line
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory) -> Path:
+    """Random GPT-2 tokens in shards whose lengths are prime, so that nothing fits evenly."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    for name, length in {"train_000000": 1009, "train_000001": 499, "val_000000": 853}.items():
+        dataloader.write_shard(folder / f"{name}.bin", rng.integers(0, 200, length))
+    return folder
+
+
+def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: int | None):
+    """One rank, in its own process, with its output in folder. It kills itself after a step."""
+    os.environ.update(env)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    name = f"rank{env.get('RANK', 0)}"
+    sys.stdout, sys.stderr = (open(f"{name}.{end}", "w") for end in ("out", "err"))
+    log_step = train_gpt2.log_step
+
+    def log_and_die(run, *args):
+        log_step(run, *args)
+        if run.state.step == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train_gpt2.log_step = log_and_die
+    code = 1
+    try:
+        code = train_gpt2.main(argv)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def start_ranks(argv, folder: Path, ranks: int = 1, kill_after: int | None = None) -> list:
+    """Processes that run train_gpt2.py as torchrun would start them, from a server that has
+    imported torch once."""
+    method = "forkserver" if os.name == "posix" else "spawn"
+    context = multiprocessing.get_context(method)
+    context.set_forkserver_preload(["train_gpt2"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        env = {} if ranks == 1 else {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        process = context.Process(target=rank_main, args=(argv, folder, env, kill_after))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def finish(processes: list, folder: Path) -> tuple[int, str, str]:
+    """The exit code of rank 0, its output and its errors."""
+    for process in processes:
+        process.join(timeout=120)
+        assert process.exitcode is not None, "a rank hangs"
+    out, err = (Path(folder, f"rank0.{end}").read_text() for end in ("out", "err"))
+    return processes[0].exitcode, out, err
+
+
+def train(argv, folder: Path, ranks: int = 1, kill_after: int | None = None):
+    """A whole run: exit code, output, errors."""
+    return finish(start_ranks(argv, folder, ranks, kill_after), folder)
+
+
+def records(out_dir: Path, name: str) -> dict[int, float]:
+    """Step -> value of name in the log; after a resume the later one counts."""
+    lines = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def weights(out_dir: Path) -> dict[str, torch.Tensor]:
+    """The weights in the newest checkpoint of a run."""
+    return train_gpt2.read_checkpoint(train_gpt2.checkpoints(out_dir)[0])["model"]
+
+
+def digest(out_dir: Path) -> str:
+    """SHA-256 of the weights in the newest checkpoint of a run."""
+    digest = hashlib.sha256()
+    for name, tensor in weights(out_dir).items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
