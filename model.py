@@ -122,16 +122,7 @@ class GPT(nn.Module):
         })  # fmt: skip
         self.lm_head = nn.Linear(config.n_embd, config.num_rows, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one tensor, two uses
-        self.register_buffer("padding", self.padding_bias(), persistent=False)
         self.init_weights(torch.Generator().manual_seed(seed))
-
-    def padding_bias(self) -> Tensor | None:
-        """What the head adds to the logits, (V,): -inf for the padded rows, so that they have no
-        part in the loss, and padding changes the speed but not the mathematics."""
-        V, vocab_size = self.config.num_rows, self.config.vocab_size
-        if V == vocab_size:
-            return None
-        return torch.zeros(V).masked_fill(torch.arange(V) >= vocab_size, -math.inf)
 
     @torch.no_grad()
     def init_weights(self, rng: torch.Generator):
@@ -160,8 +151,12 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Logits of the next token: (..., C) -> (..., V), -inf for the padded rows."""
-        return F.linear(x, self.lm_head.weight, self.padding)
+        """Logits of the next token: (..., C) -> (..., V), -inf for the padded rows: they have no
+        part in the loss, so padding changes the speed but not the mathematics."""
+        ids = torch.arange(self.config.num_rows, device=x.device)
+        is_padding = ids >= self.config.vocab_size  # (V,)
+        bias = torch.zeros_like(ids, dtype=x.dtype).masked_fill(is_padding, -math.inf)
+        return F.linear(x, self.lm_head.weight, bias if self.config.pad_vocab else None)
 
     def logits(self, idx: Tensor) -> Tensor:
         """Next-token logits at every position: idx (B, T) -> (B, T, V)."""

@@ -254,7 +254,7 @@ class World:
         return result[0]
 
 
-def find_world(env: dict[str, str]) -> World:
+def find_world(env: dict[str, str], num_gpus: int) -> World:
     """This process's place among the ranks, and its device; ValueError if the two do not fit."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in env]
@@ -264,13 +264,10 @@ def find_world(env: dict[str, str]) -> World:
     rank, local_rank, size = (int(env.get(*pair)) for pair in zip(names, (0, 0, 1), strict=True))
     if not 0 <= rank < size:
         raise ValueError(f"RANK {rank} must be less than WORLD_SIZE {size}: use torchrun")
-    if not torch.cuda.is_available():
+    if not num_gpus:
         mps = torch.backends.mps.is_available() and size == 1
         return World(rank, size, torch.device("mps" if mps else "cpu"))
-    local_size, num_gpus = (
-        int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
-        torch.cuda.device_count(),
-    )
+    local_size = int(env.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if local_size > num_gpus:
         seen = f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '(not set)')}"
         raise ValueError(
@@ -419,9 +416,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     if world.device.type == "cpu":
         keep_freed_memory()
     net = torch.compile(model, dynamic=False) if config.compile else model
-    return (
-        DDP(net, gradient_as_bucket_view=True, broadcast_buffers=False) if world.size > 1 else net
-    )
+    return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
 def keep_freed_memory():
@@ -838,7 +833,7 @@ def draw_loss(out_dir: Path):
 def main(argv: list[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     try:
-        world = find_world(dict(os.environ))
+        world = find_world(dict(os.environ), torch.cuda.device_count())
         config, given = parse_args(sys.argv[1:] if argv is None else argv, world.device.type)
         with process_group(world):
             run = set_up(config, given, world)

@@ -8,13 +8,14 @@ import signal
 import socket
 import sys
 import traceback
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import dataloader
+import prepare_data
 import train_gpt2
 
 TINY = {  # flags of a run of a second
@@ -38,11 +39,13 @@ def flags(**changes) -> list[str]:
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory) -> Path:
-    """Random GPT-2 tokens in shards whose lengths are prime, so that nothing fits evenly."""
-    folder = tmp_path_factory.mktemp("data")
+    """Words without sense, as bytes, in shards of a prime length, so that nothing fits evenly."""
     rng = np.random.default_rng(0)
-    for name, length in {"train_000000": 1009, "train_000001": 499, "val_000000": 853}.items():
-        dataloader.write_shard(folder / f"{name}.bin", rng.integers(0, 200, length))
+    words = [bytes(rng.integers(97, 123, rng.integers(1, 6), np.uint8)) for _ in range(40)]
+    texts = [b" ".join(rng.choice(words, 60)) for _ in range(12)]
+    folder = tmp_path_factory.mktemp("data")
+    args = Namespace(shard_tokens=1009, val_fraction=0.2, seed=1)
+    prepare_data.write_folder(folder, texts, prepare_data.bytes_tokenizer(), args)
     return folder
 
 

@@ -1,0 +1,518 @@
+"""Tests ../train_gpt2.py: what a run promises, by whole runs of a second, in processes of their own."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import digest, finish, flags, records, start_ranks, train, weights
+
+import dataloader
+import train_gpt2
+from model import GPT, SHAPES
+from train_gpt2 import TrainConfig, find_world, learning_rate, parse_args, read_checkpoint
+
+ROOT = Path(train_gpt2.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def whole(data_dir, tmp_path_factory) -> dict[int, Path]:
+    """Folders of uninterrupted runs, on 1, 2 and 3 ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    for ranks in (1, 2, 3):
+        code, _, err = train(flags(data_dir=data_dir, out_dir=ranks), folder, ranks)
+        assert code == 0, err
+    return {ranks: folder / str(ranks) for ranks in (1, 2, 3)}
+
+
+def losses(out_dir: Path) -> dict[int, float]:
+    return records(out_dir, "loss")
+
+
+def run(folder: Path, data_dir: Path, name: str = "run", ranks: int = 1, **changes) -> Path:
+    """The folder of a run that must succeed."""
+    code, _, err = train(flags(data_dir=data_dir, out_dir=name, **changes), folder, ranks)
+    assert code == 0, err
+    return folder / name
+
+
+# --------------------------------------------------------------------------------------------------
+# The mathematics
+
+
+def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth():
+    config = TrainConfig(steps=19_073)
+    rates = [learning_rate(step, config) for step in (0, 714, 715, 9894, 19_073)]
+    assert rates == pytest.approx([6e-4 / 715, 6e-4, 6e-4, 3.3e-4, 6e-5])
+    assert learning_rate(9894, replace(config, cosine=False)) == 6e-4
+
+
+@pytest.mark.parametrize("pad_vocab", [True, False])
+def test_decay_groups_are_the_lectures(pad_vocab):
+    with torch.device("meta"):
+        model = GPT(replace(SHAPES["gpt2"], pad_vocab=pad_vocab))
+    groups = model.decay_groups()
+    assert [len(group) for group in groups] == [50, 98]
+    assert [model.num_elements(group) for group in groups] == [124_318_464, 121_344]
+    assert {p for group in groups for p in group} == set(model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_micro_batches_and_ranks_change_no_loss(data_dir, tmp_path, ranks):
+    batch = {"batch_tokens": 512, "steps": 20, "warmup_steps": 4}  # 32 sequences
+    one = losses(run(tmp_path, data_dir, "one", micro_batch_size=4, **batch))
+    for B in (1, 2, 8):
+        several = run(tmp_path, data_dir, f"B{B}", ranks, micro_batch_size=B, **batch)
+        assert losses(several) == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"flash": False}, {"pad_vocab": False}, {"fused": False}, {"tf32": False}, {"bf16": True}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_speed_up_changes_no_loss_beyond_its_precision(whole, data_dir, tmp_path, changes):
+    tolerance = 2e-2 if "bf16" in changes else 1e-5
+    assert losses(run(tmp_path, data_dir, **changes)) == pytest.approx(
+        losses(whole[1]), rel=tolerance
+    )
+
+
+@pytest.mark.slow
+def test_compiled_runs_train_evaluate_sample_and_resume(whole, data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", compile=True, eval_every=4, sample_every=6)
+    assert train(line, tmp_path, kill_after=7)[0] == -signal.SIGKILL
+    code, out, err = train([*line, "--resume"], tmp_path)
+    assert code == 0, err
+    assert "resumed after step 5" in out and "sample after step 12" in out
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=1e-5)
+    assert not any("_orig_mod" in name for name in weights(tmp_path / "run"))
+
+
+def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
+    often = {"eval_every": 1, "sample_every": 3, "save_every": 2, "keep": 3, "eval_tokens": 100}
+    watched = run(tmp_path, data_dir, **often)
+    assert losses(watched) == losses(whole[1])
+    assert digest(watched) == digest(whole[1])
+    assert len(records(watched, "val_loss")) == 13 and len(records(watched, "sample")) == 4
+
+
+def test_validation_is_the_same_for_all_micro_batches_and_ranks(whole, data_dir, tmp_path):
+    def first(out_dir):
+        return records(out_dir, "val_loss")[0]
+
+    for B, ranks in ((4, 1), (6, 2)):
+        other = run(tmp_path, data_dir, f"{B}x{ranks}", ranks, micro_batch_size=B, steps=3)
+        assert first(other) == pytest.approx(first(whole[3]), rel=1e-6)
+    bits = records(whole[1], "bits_per_byte")[0]
+    manifest = json.loads((data_dir / dataloader.MANIFEST).read_text())["val"]
+    expected = first(whole[1]) / math.log(2) * manifest["tokens"] / manifest["bytes"]
+    assert bits == pytest.approx(expected)
+
+
+def test_a_run_learns(whole):
+    first, *_, last = losses(whole[1]).values()
+    assert first == pytest.approx(math.log(257), rel=0.03) and last < 0.8 * first
+
+
+# --------------------------------------------------------------------------------------------------
+# Resume
+
+
+def kill_and_resume(whole, data_dir, folder, ranks, step):
+    line = flags(data_dir=data_dir, out_dir="run", save_every=3)
+    code, _, err = train([*line, "--resume"], folder, ranks, kill_after=step)
+    assert code == -signal.SIGKILL, err
+    code, out, err = train([*line, "--resume"], folder, ranks)
+    assert code == 0, err
+    assert losses(folder / "run") == losses(whole[ranks])  # bit for bit
+    assert digest(folder / "run") == digest(whole[ranks])
+
+
+@pytest.mark.parametrize(("ranks", "step"), [(1, 1), (1, 7), (2, 6), (3, 4)])
+def test_a_killed_run_goes_on_bit_for_bit(whole, data_dir, tmp_path, ranks, step):
+    kill_and_resume(whole, data_dir, tmp_path, ranks, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("step", range(1, 13))
+def test_a_run_killed_after_any_step_goes_on_bit_for_bit(whole, data_dir, tmp_path, ranks, step):
+    kill_and_resume(whole, data_dir, tmp_path, ranks, step)
+
+
+def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", save_every=3)
+    assert train(line, tmp_path, 2, kill_after=7)[0] == -signal.SIGKILL
+    line = flags(data_dir=data_dir, out_dir="run", save_every=3, micro_batch_size=4)
+    code, out, err = train([*line, "--resume"], tmp_path)
+    assert code == 0, err
+    assert "resumed after step 6, --micro-batch-size 4 instead of 1" in out
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_saves_and_exits_with_3(whole, data_dir, tmp_path, ranks):
+    line = [*flags(data_dir=data_dir, out_dir="run", steps=2000, save_every=0), "--no-cosine"]
+    processes = start_ranks(line, tmp_path, ranks)
+    log = tmp_path / "run" / "log.jsonl"
+    while not (log.exists() and '"loss"' in log.read_text()):
+        assert processes[0].is_alive()
+        time.sleep(0.02)
+    os.kill(processes[-1].pid, signal.SIGTERM)  # one rank hears it, all stop after the same step
+    code, out, _ = finish(processes, tmp_path)
+    step = max(losses(tmp_path / "run"))
+    assert code == 3 and f"stopped by a signal after step {step}" in out
+    assert read_checkpoint(tmp_path / "run" / f"checkpoint_{step:06d}.pt")["step"] == step
+
+
+def test_a_complete_run_is_left_alone(whole, data_dir):
+    out_dir = whole[1]
+    before = {f.name: f.stat().st_mtime_ns for f in out_dir.iterdir()}
+    code, _, err = train([*flags(data_dir=data_dir, out_dir=out_dir), "--resume"], out_dir.parent)
+    assert code == 0 and "already complete: step 12 is saved" in err
+    assert {f.name: f.stat().st_mtime_ns for f in out_dir.iterdir()} == before
+
+
+def flip_a_bit(path: Path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole, data_dir, tmp_path):
+    shutil.copytree(whole[1], tmp_path / "run")
+    (tmp_path / "run" / "checkpoint_000012.pt").rename(tmp_path / "run" / "checkpoint_000011.pt")
+    flip_a_bit(tmp_path / "run" / "checkpoint_000011.pt")
+    line = [*flags(data_dir=data_dir, out_dir="run"), "--resume"]
+    code, out, err = train(line, tmp_path)
+    assert code == 0 and "resumed after step 10" in out
+    assert re.search(r"checkpoint_000011.pt is damaged: .*CRC.*trying the one before it", err)
+    assert digest(tmp_path / "run") == digest(whole[1])
+    for path in (tmp_path / "run").glob("*.pt"):
+        path.write_bytes(path.read_bytes()[:5000])
+    code, out, err = train(line, tmp_path)
+    assert code == 7 and "no good checkpoint in run" in err
+
+
+def test_the_optimizer_goes_on_with_the_command_lines_settings(whole, data_dir, tmp_path):
+    shutil.copytree(whole[1], tmp_path / "run")
+    changes = {"steps": 13, "learning_rate": 0.5, "weight_decay": 0.7}
+    code, out, err = train(
+        [*flags(data_dir=data_dir, out_dir="run", **changes), "--resume"], tmp_path
+    )
+    assert code == 0, err
+    assert "--learning-rate 0.5 instead of 0.01, --weight-decay 0.7 instead of 0.1" in out
+    assert records(tmp_path / "run", "learning_rate")[13] > 0.04
+
+
+def test_as_many_checkpoints_as_asked_for_are_kept(data_dir, tmp_path):
+    out_dir = run(tmp_path, data_dir, save_every=1, keep=3)
+    names = sorted(path.name for path in out_dir.glob("*.pt*"))
+    assert names == [f"checkpoint_{step:06d}.pt" for step in (10, 11, 12)]
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_by_another_process_is_bit_exact(whole, data_dir, tmp_path):
+    rng = np.random.default_rng(5)
+    line = [*flags(data_dir=data_dir, out_dir="run", save_every=1), "--resume"]
+    for _ in range(8):
+        processes = start_ranks(line, tmp_path, 2)
+        time.sleep(rng.uniform(0.5, 3))
+        for process in processes:
+            process.kill()
+            process.join()
+    assert train(line, tmp_path, 2)[0] == 0
+    assert losses(tmp_path / "run") == losses(whole[2])
+    assert digest(tmp_path / "run") == digest(whole[2])
+
+
+def test_a_loss_that_is_not_finite_enters_no_weight(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", learning_rate=1e30, save_every=1, warmup_steps=0)
+    code, _, err = train(line, tmp_path, 2)
+    assert code == 4
+    assert re.fullmatch(r"train_gpt2.py: error: step \d+ gave loss .* not applied.*\n", err)
+    last = max(losses(tmp_path / "run"))
+    assert f"those of step {last}" in err
+    assert all(t.isfinite().all() for t in weights(tmp_path / "run").values())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is full")
+def test_a_full_disk_is_named_and_exits_with_6(data_dir, tmp_path):
+    out_dir = run(tmp_path, data_dir, steps=5)
+    (out_dir / "checkpoint_000006.pt.tmp").symlink_to("/dev/full")
+    code, _, err = train([*flags(data_dir=data_dir, out_dir="run", steps=6), "--resume"], tmp_path)
+    assert code == 6 and "No space left on device" in err
+    assert read_checkpoint(out_dir / "checkpoint_000005.pt")["step"] == 5
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+def test_every_flag_and_every_choice_is_in_the_first_record(whole):
+    record = json.loads((whole[1] / "log.jsonl").read_text().splitlines()[0])
+    assert set(record["flags"]) == {f.name for f in fields(TrainConfig)}
+    assert {"torch", "python", "commit", "device", "threads", "ranks"} <= set(record["environment"])
+    assert record["off"]["compile"] and record["flags"]["compile"] is False
+    assert {"tf32", "compile"} <= set(record["chosen"]) and "steps" not in record["chosen"]
+
+
+def test_each_step_is_a_record_with_its_figures(whole):
+    lines = [json.loads(line) for line in (whole[2] / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    for line in steps:
+        assert line["tokens_per_s"] == pytest.approx(192 / line["ms"] * 1000)
+        assert {"grad_norm", "learning_rate", "tflops", "mfu", "peak_mib"} <= set(line)
+
+
+def test_the_loss_is_drawn_where_matplotlib_is(whole):
+    pytest.importorskip("matplotlib")
+    assert (whole[1] / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nano_is_the_default_without_a_gpu_and_gpt2_with_one():
+    assert parse_args([], "cpu")[0].model == "nano"
+    config, given = parse_args(["--steps", "7"], "cuda")
+    assert (config.model, config.steps, config.warmup_steps, given) == ("gpt2", 7, 1, {"steps"})
+
+
+def test_the_sizes_have_gpt3s_learning_rates():
+    rates = [parse_args(["--model", name], "cuda")[0].learning_rate for name in SHAPES][:4]
+    assert rates == [6e-4, 3e-4, 2.5e-4, 2e-4]
+
+
+def test_nanogpts_spelling_is_understood():
+    config, _ = parse_args(["--batch_tokens=4096", "--compile=False", "--bf16=True"], "cuda")
+    assert (config.batch_tokens, config.compile, config.bf16) == (4096, False, True)
+
+
+def test_runs_are_numbered_and_resume_takes_the_newest(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, steps=3)
+    for _ in range(2):
+        assert train(line, tmp_path)[0] == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["001", "002"]
+    code, out, _ = train([*flags(data_dir=data_dir, steps=4), "--resume"], tmp_path)
+    assert code == 0 and "resumed after step 3" in out
+    assert max(losses(tmp_path / "out" / "002")) == 4
+
+
+def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_path):
+    texts = [
+        records(run(tmp_path, data_dir, name, prompt="abc "), "sample")[12] for name in ("a", "b")
+    ]
+    assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 100
+
+
+def test_readme_shows_the_flags_as_they_are():
+    rows = [
+        f"| `{train_gpt2.spell(f.name)}` | {train_gpt2.default_text(f.name, f.default)} |"
+        f" {f.metadata['help']} |"
+        for f in fields(TrainConfig)
+    ]
+    table = "\n".join(["| flag | default | |", "|---|---|---|", *rows])
+    assert table in (ROOT / "README.md").read_text(), f"the README needs this table:\n{table}"
+
+
+@pytest.mark.parametrize(
+    ("env", "num_gpus", "message"),
+    [
+        ({"RANK": "0"}, 0, "RANK set without LOCAL_RANK, WORLD_SIZE: use torchrun"),
+        ({"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "2"}, 0, "RANK 2 .* WORLD_SIZE 2"),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8",
+             "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+            4,
+            "nproc_per_node=8 is more than the 4 GPUs .*CUDA_VISIBLE_DEVICES=0,1,2,3.* try .*=4",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_are_refused(env, num_gpus, message):
+    with pytest.raises(ValueError, match=message):
+        find_world(env, num_gpus)
+
+
+# --------------------------------------------------------------------------------------------------
+# User mistakes: one line with the flag, both numbers and the cure, exit code 2, nothing written
+
+
+def with_shard(name: str, content: bytes):
+    """A mistake in the data: a shard of a folder is replaced."""
+
+    def prepare(folder: Path) -> dict:
+        header = np.array([dataloader.MAGIC, 1, 500, *[0] * 253], "<i4").tobytes()
+        for split in ("train", "val"):
+            (folder / f"{split}_000000.bin").write_bytes(header + bytes(1000))
+        (folder / name).write_bytes(content(header) if callable(content) else content)
+        return {"data_dir": folder}
+
+    return prepare
+
+
+def with_run(**changes):
+    """A mistake in going on: run holds another run."""
+
+    def prepare(folder: Path) -> dict:
+        return {"out_dir": folder / "run", "resume": True} | changes
+
+    return prepare
+
+
+def id_60000(header: bytes) -> bytes:
+    return header + np.full(500, 60_000, "<u2").tobytes()
+
+
+MISTAKES = {
+    "no such folder": ({"data_dir": "nowhere"}, "--data-dir nowhere is not a folder; .*prepare"),
+    "a file as folder": ({"data_dir": __file__}, "--data-dir .*test_train_gpt2.py is not a folder"),
+    "no shards": ({"data_dir": "."}, "--data-dir . has no train shards"),
+    "empty shard": (with_shard("train_000000.bin", b""), "train_000000.bin is not a whole token"),
+    "no tokens": (
+        with_shard("train_000000.bin", lambda h: h[:8] + bytes(1016)),
+        "train_000000.bin .*holds 0 tokens",
+    ),
+    "cut shard": (
+        with_shard("val_000000.bin", lambda h: h + bytes(998)),
+        "val_000000.bin .*holds 499 tokens, its header says 500; copy it again",
+    ),
+    "half a token": (with_shard("val_000000.bin", lambda h: h + bytes(999)), "holds 499.5 tokens"),
+    "foreign shard": (with_shard("train_000001.bin", b"text" * 300), "starts with 1954047348"),
+    "llama shard": (
+        with_shard("train_000001.bin", np.array([20240801, 7, 9], "<i4").tobytes()),
+        "starts with 20240801, 7 instead of 20240520, 1",
+    ),
+    "id 60000": (
+        with_shard("train_000001.bin", id_60000),
+        "train_000001.bin holds token 60000, --model nano has 50257.*prepare the data again",
+    ),
+    "bad manifest": (with_shard("manifest.json", b'{"train": 1'), "manifest.json is damaged"),
+    "batch of parts": (
+        {"batch_tokens": 100, "micro_batch_size": 3},
+        "--batch-tokens 100 is not a multiple of 48 = --micro-batch-size 3 .* 96 or 144",
+    ),
+    "small batch": ({"batch_tokens": 8}, "--batch-tokens 8 .* 16 = .*: try --batch-tokens 16"),
+    "long warm-up": ({"warmup_steps": 99}, "--warmup-steps 99 must be less than --steps 12: try"),
+    "long sequence": (
+        {"model": "gpt2", "seq_len": 2048},
+        "--seq-len 2048 is more than the 1024 positions of gpt2: try --seq-len 1024",
+    ),
+    "short shards": ({"seq_len": 4096, "batch_tokens": 4096}, "--seq-len 4096 needs .* has 1009"),
+    "heads": ({"n_head": 5}, "--n-embd 32 must be a multiple of --n-head 5: try --n-embd 35"),
+    "unknown flag": ({"lerning_rate": 3}, "--lerning-rate 3; did you mean --learning-rate?"),
+    "no such flag": ({"zzz": 3}, "unrecognized arguments: --zzz 3; see --help"),
+    "unknown model": ({"model": "gpt3"}, "--model: invalid choice: 'gpt3' .choose from '?gpt2"),
+    "negative rate": ({"learning_rate": -1.0}, "--learning-rate -1.0 must be .* at least 0"),
+    "rate of nan": ({"learning_rate": "nan"}, "--learning-rate nan must be a number"),
+    "rate of inf": ({"learning_rate": "inf"}, "--learning-rate inf must be a number"),
+    "a word": ({"steps": "many"}, "--steps: invalid int value: 'many'"),
+    "a fraction": ({"steps": 1.5}, "--steps: invalid int value: '1.5'"),
+    "no steps": ({"steps": 0, "warmup_steps": 0}, "--steps 0 must be a number of at least 1"),
+    "negative clip": ({"grad_clip": -0.5}, "--grad-clip -0.5 must be a number of at least 0"),
+    "keep none": ({"keep": 0}, "--keep 0 must be a number of at least 1"),
+    "no layers": ({"n_layer": 0}, "--n-layer 0 must be a number of at least 1"),
+    "no value": ({"prompt": None, "seed": ""}, "--seed: invalid int value: ''"),
+    "tf32": ({"tf32": True}, "--tf32 needs an NVIDIA GPU of 2020 or later, this is cpu: leave it"),
+    "a used out-dir": ({"out_dir": "run"}, "--out-dir run holds a run: add --resume, or name"),
+    "a file as out-dir": ({"out_dir": __file__}, "--out-dir .* is a file: name a folder"),
+    "an out-dir in a file": ({"out_dir": f"{__file__}/run"}, "Not a directory"),
+    "an unwritable out-dir": ({"out_dir": "/proc/run"}, "No such file or directory: '/proc/run'"),
+    "another shape": (with_run(n_layer=3), "--n-layer: the run in .*run has 2, this one 3; give"),
+    "other padding": (with_run(pad_vocab=False), "--pad-vocab: the run in .* has True, this one F"),
+    "another seed": (with_run(seed=7), "--seed: the run in .*run has 1337, this one 7; give it"),
+    "another order": (with_run(shuffle=False), "--shuffle: the run in .* has True, this one False"),
+    "RANK alone": ({"RANK": "0"}, "RANK set without LOCAL_RANK, WORLD_SIZE: use torchrun"),
+    "rank too high": (
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "0"},
+        "RANK 0 must be less than WORLD_SIZE 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def used(data_dir, tmp_path_factory) -> Path:
+    """A folder with a run in it, to be copied."""
+    folder = tmp_path_factory.mktemp("used")
+    run(folder, data_dir, steps=3)
+    return folder / "run"
+
+
+def snapshot(folder: Path) -> dict:
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def make_mistake(name, data_dir, used, folder) -> tuple[list[str], dict[str, str], str]:
+    """The command line, the environment and the message of a mistake; prepared in folder."""
+    changes, message = MISTAKES[name]
+    shutil.copytree(used, folder / "run")
+    if callable(changes):
+        changes = changes(folder)
+    env = {key: value for key, value in changes.items() if key.isupper()}
+    changes = {key: value for key, value in changes.items() if not key.isupper()}
+    return flags(**{"data_dir": data_dir, "out_dir": "new"} | changes), env, message
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(name, data_dir, used, tmp_path, monkeypatch, capsys):
+    line, env, message = make_mistake(name, data_dir, used, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    before = snapshot(tmp_path)
+    assert train_gpt2.main(line) == 2
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"train_gpt2.py: error: .*{message}.*\n", err), err
+    assert out == "" and snapshot(tmp_path) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_of_the_program(name, data_dir, used, tmp_path):
+    line, env, message = make_mistake(name, data_dir, used, tmp_path)
+    before = snapshot(tmp_path)
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_gpt2.py", *line],
+        cwd=tmp_path, env=os.environ | env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert re.fullmatch(rf"train_gpt2.py: error: .*{message}.*\n", done.stderr), done.stderr
+    assert snapshot(tmp_path) == before
+
+
+# --------------------------------------------------------------------------------------------------
+# As a user starts it
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it(data_dir, tmp_path):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    line = flags(data_dir=data_dir, out_dir="run")
+    subprocess.run(
+        [sys.executable, *command, ROOT / "train_gpt2.py", *line], cwd=tmp_path, check=True
+    )
+    assert (
+        json.loads((tmp_path / "run/log.jsonl").read_text().splitlines()[0])["environment"]["ranks"]
+        == 2
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="hides the compiler by PATH")
+def test_compile_without_a_compiler_is_refused_with_the_cure(data_dir, tmp_path):
+    env = {"PATH": "/nowhere", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_gpt2.py", *flags(data_dir=data_dir, compile=True)],
+        cwd=tmp_path, env=os.environ | env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--compile fails here" in done.stderr and "install a C++ compiler" in done.stderr
