@@ -626,7 +626,7 @@ def environment(world: World) -> dict:
     except OSError:
         commit = ""  # no git here
     return {
-        "commit": commit, "torch": torch.__version__, "numpy": np.__version__,
+        "commit": commit, "torch": str(torch.__version__), "numpy": np.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
         "device": str(world.device.type), "device_name": name,
         "threads": torch.get_num_threads(), "ranks": world.size,

@@ -67,6 +67,8 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
     code = 1
     try:
         code = train_gpt2.main(argv)
+    except SystemExit as end:
+        code = end.code
     except BaseException:
         traceback.print_exc()
     finally:

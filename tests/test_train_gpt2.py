@@ -1,4 +1,4 @@
-"""Tests ../train_gpt2.py: what a run promises, by whole runs of a second, in processes of their own."""
+"""Tests ../train_gpt2.py: what a run promises, by whole runs in processes of their own."""
 
 import json
 import math

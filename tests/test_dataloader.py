@@ -1,0 +1,291 @@
+"""Tests ../dataloader.py."""
+
+import io
+import os
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dataloader
+import prepare_data
+from dataloader import Shard, ShardLoader, TokenFolder, open_folder, open_shard, write_shard
+
+TOKENS = np.arange(1000, dtype="<u2")
+RAW = TOKENS.tobytes()
+
+
+def llmc(num_tokens=1000, magic=20240520, version=1, tokens=RAW) -> bytes:
+    return struct.pack("<3i", magic, version, num_tokens).ljust(1024, b"\0") + tokens
+
+
+def npy(array: np.ndarray = TOKENS) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def test_a_shard_reads_back_what_was_written(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 65536, 1009)
+    write_shard(tmp_path / "a.bin", tokens)
+    shard = open_shard(tmp_path / "a.bin")
+    assert shard.num_tokens == 1009 and shard.read(0, 1009).dtype == np.uint16
+    assert np.array_equal(shard.read(0, 1009), tokens)
+    assert np.array_equal(shard.read(17, 5), tokens[17:22])
+
+
+def test_a_written_shard_is_llmcs_byte_for_byte(tmp_path):
+    write_shard(tmp_path / "a.bin", TOKENS)
+    assert (tmp_path / "a.bin").read_bytes() == llmc()
+
+
+@pytest.mark.parametrize("content", [llmc(), npy(), RAW], ids=["llm.c", "npy", "raw"])
+def test_a_layout_is_told_by_its_content(content, tmp_path):
+    for name in ("train.bin", "val.bin"):
+        (tmp_path / name).write_bytes(content)
+    for shard in open_folder(tmp_path).train + open_folder(tmp_path).val:
+        assert np.array_equal(shard.read(0, shard.num_tokens), TOKENS)
+        assert np.array_equal(shard.read(998, 2), [998, 999])
+
+
+REFUSED = {  # the first word is the file's name
+    "a.bin, empty": (b"", "starts with 0, 0 instead of 20240520, 1"),
+    "a.bin, header only": (llmc(0, tokens=b""), "holds 0 tokens, its header says 0"),
+    "a.bin, cut by a byte": (llmc()[:-1], "holds 999.5 tokens, its header says 1,000"),
+    "a.bin, cut in half": (llmc()[:1512], "holds 244 tokens, its header says 1,000"),
+    "a.bin, too long": (llmc() + b"ab", "holds 1,001 tokens, its header says 1,000"),
+    "a.bin, foreign": (llmc(magic=20240521), "starts with 20240521, 1 instead"),
+    "a.bin, of Llama 3": (llmc(magic=20240801, version=7), "starts with 20240801, 7 instead"),
+    "a.bin, other version": (llmc(version=2), "starts with 20240520, 2 instead"),
+    "a.npy, int32": (npy(TOKENS.astype("<i4")), "holds int32"),
+    "a.npy, float64": (npy(TOKENS.astype("<f8")), "holds float64"),
+    "a.npy, big-endian": (npy(TOKENS.astype(">u2")), "holds >u2"),
+    "a.npy, in rows": (npy(TOKENS.reshape(2, 500)), "of shape (2, 500)"),
+    "a.npy, objects": (npy(TOKENS.astype(object)), "Python objects"),
+    "a.npy, cut": (npy()[:-1], "mmap length is greater than file size"),
+    "a.npy, cut in its header": (npy()[:60], "EOF"),
+    "a.npy, header without end": (npy().replace(b"}", b" "), ""),
+    "a.npy, header without sense": (npy().replace(b"<u2", b"<02"), ""),
+    "train.bin, empty": (b"", "holds 0 bytes"),
+    "train.bin, odd size": (RAW[:-1], "holds 1,999 bytes, not a number of 2-byte tokens"),
+    "train.bin, text": (b"To be, or not to be\n" * 50, "holds text"),
+    "train.bin, int32": (TOKENS.astype("<i4").tobytes(), "holds 32-bit numbers"),
+    "train.bin, id too large": ((TOKENS + 49258).tobytes(), "holds 50257, no token of GPT-2's"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_that_is_not_a_whole_shard_is_refused(case, tmp_path):
+    name, (content, why) = case.split(",")[0], REFUSED[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is not a whole token shard: .*{re.escape(why)}"):
+        open_shard(tmp_path / name)
+
+
+@pytest.mark.parametrize("make", ["mkdir", "mkfifo"])
+def test_what_is_not_a_file_is_refused_and_does_not_hang(make, tmp_path):
+    if not hasattr(os, make):
+        pytest.skip(f"this system has no os.{make}")
+    getattr(os, make)(tmp_path / "train.bin")
+    with pytest.raises(FileNotFoundError, match="train.bin is not a file.*prepare_data.py"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["train_0.bin"], "has no val shards"),
+        (["val_0.npy", "train.txt"], "has no train shards"),
+        (["train_val_0.bin", "val_0.bin"], "has no train shards of its own"),
+        ([], "is not a folder"),
+    ],
+)
+def test_a_folder_without_shards_of_each_split_is_refused(names, why, tmp_path):
+    for name in names:
+        write_shard(tmp_path / name, TOKENS)
+    with pytest.raises(FileNotFoundError, match=f"--data-dir .* {why}.*prepare_data.py"):
+        open_folder(tmp_path if names else tmp_path / "nowhere")
+
+
+@pytest.fixture
+def prepared(tmp_path) -> Path:
+    """A folder that prepare_data.py wrote."""
+    (tmp_path / "text").write_bytes(b"a line\n" * 1000)
+    flags = ["--input", str(tmp_path / "text"), "--data-dir", str(tmp_path / "data")]
+    assert prepare_data.main(flags) == 0
+    return tmp_path / "data"
+
+
+def test_only_what_the_manifest_names_counts(prepared):
+    before = open_folder(prepared)
+    (prepared / "train_000001.bin").write_bytes(b"stray")
+    assert open_folder(prepared) == before
+
+
+KEYS = ("tokenizer", "train", "val", "shards", "name", "tokens", "largest_id", "bytes")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("{", "", "manifest.json is damaged"),
+        ("bytes", "\xff", "manifest.json is damaged"),
+        *((f'"{key}"', '"x"', f"manifest.json is damaged .*{key}") for key in KEYS),
+        ("6301", "6302", "holds 6,301 tokens, manifest.json says 6,302"),
+        ("train_000000", "../train_outside", "train_outside.bin is not a file"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(old, new, why, prepared):
+    write_shard(prepared.parent / "train_outside.bin", TOKENS)
+    manifest = (prepared / "manifest.json").read_text()
+    (prepared / "manifest.json").write_text(manifest.replace(old, new), encoding="latin-1")
+    with pytest.raises((OSError, ValueError), match=why):
+        open_folder(prepared)
+
+
+def test_a_cut_manifest_is_refused(prepared):
+    manifest = (prepared / "manifest.json").read_bytes()
+    for size in range(0, len(manifest) - 1, 10):
+        (prepared / "manifest.json").write_bytes(manifest[:size])
+        with pytest.raises(ValueError, match="manifest.json is damaged"):
+            open_folder(prepared)
+
+
+def test_the_fingerprint_is_of_tokens_and_lengths_and_not_of_names(tmp_path):
+    def fingerprint(name: str, token: int, *lengths: int) -> str:
+        shards = []
+        for i, length in enumerate(lengths):
+            write_shard(tmp_path / f"{name}_{i}.bin", np.full(length, token))
+            shards.append(open_shard(tmp_path / f"{name}_{i}.bin"))
+        return TokenFolder(shards, [], "gpt2", None, None).fingerprint()
+
+    one = fingerprint("a", 7, 400, 300)
+    assert one == fingerprint("b", 7, 400, 300)
+    others = [(8, 400, 300), (7, 300, 400), (7, 401, 300), (7, 400)]
+    assert one not in [fingerprint("c", *other) for other in others]
+
+
+def test_the_largest_id_is_numpys(tmp_path):
+    tokens = np.zeros((1 << 24) + 5, np.uint16)  # more than is read at a time
+    tokens[[0, -1]] = 50000, 50001
+    write_shard(tmp_path / "a.bin", tokens)
+    assert open_shard(tmp_path / "a.bin").largest_id() == tokens.max()
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_file_is_written_whole_or_not_at_all(error, tmp_path):
+    with dataloader.whole_file(tmp_path / "a") as f:
+        f.write(b"old")
+    with pytest.raises(error), dataloader.whole_file(tmp_path / "a") as f:
+        f.write(b"new")
+        raise error
+    assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_missing_vocab_names_the_files_that_tiktoken_looks_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    names = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    assert dataloader.missing_vocab() == [tmp_path / name for name in names]
+    for name in names:
+        (tmp_path / name).touch()
+    assert dataloader.missing_vocab() == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Order
+
+T = 4
+FIRSTS = [*range(0, 100, T), *range(104, 120, T), *range(121, 181, T)]  # of the 44 sequences
+BATCHES = [(B, ranks) for B in (1, 2, 3, 8) for ranks in (1, 2, 3, 4)]
+
+
+@pytest.fixture
+def shards(tmp_path) -> list[Shard]:
+    """Tokens that are their own index in the stream; the second shard has none to spare."""
+    for i, (start, end) in enumerate([(0, 101), (101, 104), (104, 121), (121, 185)]):
+        write_shard(tmp_path / f"train_{i}.bin", np.arange(start, end))
+    return [open_shard(tmp_path / f"train_{i}.bin") for i in range(4)]
+
+
+def dealt(shards: list[Shard], B: int, ranks: int, seed: int | None, start=0, count=150):
+    """The first tokens of count sequences or a few more, in the order that the ranks get them."""
+    loaders = [ShardLoader(shards, B, T, rank, ranks, seed) for rank in range(ranks)]
+    for loader in loaders:
+        loader.position = start
+    stream = []
+    while len(stream) < count:
+        stream += torch.cat([loader.next_batch()[0][:, 0] for loader in loaders]).tolist()
+    assert {loader.position for loader in loaders} == {start + len(stream)}
+    return stream
+
+
+def test_sequences_and_targets_are_read_right_across_shard_ends(shards):
+    inputs, targets = ShardLoader(shards, 44, T, seed=1).next_batch()
+    assert sorted(inputs[:, 0].tolist()) == FIRSTS
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(T))
+    assert torch.equal(targets, inputs + 1)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_batch_size_and_ranks_do_not_change_the_order(seed, shards):
+    order = dealt(shards, 1, 1, seed)
+    for B, ranks in BATCHES:
+        assert dealt(shards, B, ranks, seed)[:150] == order
+
+
+def test_each_epoch_deals_each_sequence_once_in_a_new_order(shards):
+    for B, ranks in BATCHES:
+        stream = dealt(shards, B, ranks, seed=1)
+        epochs = [stream[i : i + 44] for i in (0, 44, 88)]
+        assert all(sorted(epoch) == FIRSTS for epoch in epochs)
+        assert len({tuple(epoch) for epoch in [FIRSTS, *epochs]}) == 4
+
+
+def test_without_a_seed_the_order_is_the_disks(shards):
+    for B, ranks in BATCHES:
+        assert dealt(shards, B, ranks, seed=None)[:132] == FIRSTS * 3
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_position_continues_with_other_batches_and_ranks(seed, shards):
+    order = dealt(shards, 1, 1, seed)
+    for before, after in zip(BATCHES, reversed(BATCHES), strict=True):
+        begun = dealt(shards, *before, seed, count=60)
+        ended = dealt(shards, *after, seed, start=len(begun), count=90)
+        assert (begun + ended)[:150] == order
+
+
+def test_a_shard_cut_while_in_use_is_an_error_that_names_it(shards):
+    loader = ShardLoader(shards, 44, T)
+    os.truncate(shards[2].path, shards[2].path.stat().st_size - 1)
+    with pytest.raises(OSError, match="train_2.bin was cut while in use: its token 17 is gone"):
+        loader.next_batch()
+
+
+def test_a_sequence_longer_than_every_shard_is_refused(shards):
+    assert len(ShardLoader(shards, B=1, T=100)) == 1
+    why = "--seq-len 101 needs shards of 102 tokens, the longest has 101: try --seq-len 100"
+    with pytest.raises(ValueError, match=why):
+        ShardLoader(shards, B=1, T=101)
+
+
+def shuffle(length: int, seed=1, epoch=0, count: int | None = None) -> list[int]:
+    return [dataloader.shuffled(n, length, seed, epoch) for n in range(count or length)]
+
+
+def test_shuffled_is_a_permutation():
+    for length in (*range(1, 301), 10_007):
+        assert sorted(shuffle(length)) == list(range(length))
+    for length in (2**16 + 1, 10**9 + 7, 2**40):  # too long to try all
+        some = shuffle(length, count=2000)
+        assert len(set(some)) == 2000 and min(some) >= 0 and max(some) < length
+        assert sum(some) / 2000 == pytest.approx(length / 2, rel=0.07)  # 5 standard deviations
+
+
+def test_shuffled_differs_by_seed_and_epoch_and_never_by_version():
+    orders = {tuple(shuffle(99, seed, epoch)) for seed in range(9) for epoch in range(9)}
+    assert len(orders) == 81
+    assert shuffle(10, seed=1337) == [6, 4, 0, 8, 7, 2]
