@@ -174,7 +174,8 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     if "data_dir" not in given:
         values["prompt"] = "def "  # Python's own source
     steps = given.get("steps", values.get("steps", TrainConfig.steps))
-    values["warmup_steps"] = min(TrainConfig.warmup_steps, steps // 5)
+    warmup_steps = values.get("warmup_steps", TrainConfig.warmup_steps)
+    values["warmup_steps"] = min(warmup_steps, steps // 5)
     return TrainConfig(**values | given), set(given)
 
 
@@ -458,6 +459,7 @@ def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
         finally:
             model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
     return B
 
 
@@ -538,7 +540,11 @@ def due(step: int, every: int, last: int) -> bool:
 
 def make_log(out_dir: Path, is_main: bool) -> Callable:
     """log(text, **record): a line on the terminal and the record in log.jsonl, by the main rank."""
-    file = open(out_dir / "log.jsonl", "a", encoding="utf-8") if is_main else None
+    path = out_dir / "log.jsonl"
+    torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
+    file = open(path, "a", encoding="utf-8") if is_main else None
+    if file and torn:
+        file.write("\n")
 
     def log(text: str, **record):
         if file:
@@ -820,7 +826,8 @@ def draw_loss(out_dir: Path):
         from matplotlib.figure import Figure
     except ImportError:
         return
-    records = [json.loads(line) for line in open(out_dir / "log.jsonl", encoding="utf-8")]
+    lines = (out_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines if line.endswith("}")]
     axes = (figure := Figure()).add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for name, style in (("loss", "-"), ("val_loss", "o-")):
         values = {r["step"]: r[name] for r in records if name in r}  # the last, after a resume

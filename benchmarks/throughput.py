@@ -216,12 +216,12 @@ def parse_args() -> Namespace:
     add = parser.add_argument
     add("--only", choices=list(SETTINGS), help="one of the models; none: both")
     add("--rounds", type=int, default=3, help="runs of each program (default: 3)")
-    add("--steps", type=int, default=0, help="timed steps of a run (default: gpt2 6; nano 40)")
+    add("--steps", type=int, default=0, help="timed steps of a run (default 0: gpt2 6, nano 40)")
     add("--bf16", action="store_true", help="bfloat16 autocast (default: float32)")
     add("--baseline", type=Path, help=argparse.SUPPRESS)  # one plain loop, in this process
     args = parser.parse_args()
     if args.rounds < 1 or args.steps < 0:
-        parser.error(f"--rounds {args.rounds} or --steps {args.steps} is too few: try 1")
+        parser.error(f"--rounds {args.rounds} --steps {args.steps}: at least 1 and 0 (the default)")
     return args
 
 

@@ -115,8 +115,9 @@ def train(argv, folder: Path, ranks: int = 1, kill_after: int | None = None):
 
 def records(out_dir: Path, name: str) -> dict[int, float]:
     """Step -> value of name in the log; after a resume the later one counts."""
-    lines = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line[name] for line in lines if name in line}
+    lines = (out_dir / "log.jsonl").read_text().splitlines()
+    whole = [json.loads(line) for line in lines if line.endswith("}")]
+    return {line["step"]: line[name] for line in whole if name in line}
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:

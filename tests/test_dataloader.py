@@ -28,18 +28,13 @@ def npy(array: np.ndarray = TOKENS) -> bytes:
     return file.getvalue()
 
 
-def test_a_shard_reads_back_what_was_written(tmp_path):
+def test_a_written_shard_reads_back_and_is_llmcs_byte_for_byte(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 65536, 1009)
     write_shard(tmp_path / "a.bin", tokens)
+    assert (tmp_path / "a.bin").read_bytes() == llmc(1009, tokens=struct.pack("<1009H", *tokens))
     shard = open_shard(tmp_path / "a.bin")
-    assert shard.num_tokens == 1009 and shard.read(0, 1009).dtype == np.uint16
-    assert np.array_equal(shard.read(0, 1009), tokens)
+    assert np.array_equal(shard.read(0, shard.num_tokens), tokens)
     assert np.array_equal(shard.read(17, 5), tokens[17:22])
-
-
-def test_a_written_shard_is_llmcs_byte_for_byte(tmp_path):
-    write_shard(tmp_path / "a.bin", TOKENS)
-    assert (tmp_path / "a.bin").read_bytes() == llmc()
 
 
 @pytest.mark.parametrize("content", [llmc(), npy(), RAW], ids=["llm.c", "npy", "raw"])
@@ -48,7 +43,6 @@ def test_a_layout_is_told_by_its_content(content, tmp_path):
         (tmp_path / name).write_bytes(content)
     for shard in open_folder(tmp_path).train + open_folder(tmp_path).val:
         assert np.array_equal(shard.read(0, shard.num_tokens), TOKENS)
-        assert np.array_equal(shard.read(998, 2), [998, 999])
 
 
 REFUSED = {  # the first word is the file's name
@@ -66,10 +60,8 @@ REFUSED = {  # the first word is the file's name
     "a.npy, in rows": (npy(TOKENS.reshape(2, 500)), "of shape (2, 500)"),
     "a.npy, objects": (npy(TOKENS.astype(object)), "Python objects"),
     "a.npy, cut": (npy()[:-1], "mmap length is greater than file size"),
-    "a.npy, cut in its header": (npy()[:60], "EOF"),
     "a.npy, header without end": (npy().replace(b"}", b" "), ""),
     "a.npy, header without sense": (npy().replace(b"<u2", b"<02"), ""),
-    "train.bin, empty": (b"", "holds 0 bytes"),
     "train.bin, odd size": (RAW[:-1], "holds 1,999 bytes, not a number of 2-byte tokens"),
     "train.bin, text": (b"To be, or not to be\n" * 50, "holds text"),
     "train.bin, int32": (TOKENS.astype("<i4").tobytes(), "holds 32-bit numbers"),
@@ -131,41 +123,31 @@ KEYS = ("tokenizer", "train", "val", "shards", "name", "tokens", "largest_id", "
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
+        ('"val".*', "", "manifest.json is damaged"),  # cut
         ("{", "", "manifest.json is damaged"),
         ("bytes", "\xff", "manifest.json is damaged"),
         *((f'"{key}"', '"x"', f"manifest.json is damaged .*{key}") for key in KEYS),
         ("6301", "6302", "holds 6,301 tokens, manifest.json says 6,302"),
-        ("train_000000", "../train_outside", "train_outside.bin is not a file"),
+        ("train_000000", "../outside", "outside.bin is not a file"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(old, new, why, prepared):
-    write_shard(prepared.parent / "train_outside.bin", TOKENS)
-    manifest = (prepared / "manifest.json").read_text()
-    (prepared / "manifest.json").write_text(manifest.replace(old, new), encoding="latin-1")
+    write_shard(prepared.parent / "outside.bin", np.zeros(6301))
+    manifest = re.sub(old, new, (prepared / "manifest.json").read_text(), flags=re.DOTALL)
+    (prepared / "manifest.json").write_text(manifest, encoding="latin-1")
     with pytest.raises((OSError, ValueError), match=why):
         open_folder(prepared)
 
 
-def test_a_cut_manifest_is_refused(prepared):
-    manifest = (prepared / "manifest.json").read_bytes()
-    for size in range(0, len(manifest) - 1, 10):
-        (prepared / "manifest.json").write_bytes(manifest[:size])
-        with pytest.raises(ValueError, match="manifest.json is damaged"):
-            open_folder(prepared)
-
-
 def test_the_fingerprint_is_of_tokens_and_lengths_and_not_of_names(tmp_path):
-    def fingerprint(name: str, token: int, *lengths: int) -> str:
-        shards = []
-        for i, length in enumerate(lengths):
-            write_shard(tmp_path / f"{name}_{i}.bin", np.full(length, token))
-            shards.append(open_shard(tmp_path / f"{name}_{i}.bin"))
-        return TokenFolder(shards, [], "gpt2", None, None).fingerprint()
-
-    one = fingerprint("a", 7, 400, 300)
-    assert one == fingerprint("b", 7, 400, 300)
-    others = [(8, 400, 300), (7, 300, 400), (7, 401, 300), (7, 400)]
-    assert one not in [fingerprint("c", *other) for other in others]
+    seen = []
+    for data in [(7, 400, 300), (7, 400, 300), (8, 400, 300), (7, 300, 400), (7, 401, 300)]:
+        paths = [tmp_path / f"{len(seen)}_{i}.bin" for i in (0, 1)]
+        for path, length in zip(paths, data[1:], strict=True):
+            write_shard(path, np.full(length, data[0]))
+        shards = [open_shard(path) for path in paths]
+        seen.append(TokenFolder(shards, [], "gpt2", None, None).fingerprint())
+    assert seen[0] == seen[1] and len(set(seen)) == 4
 
 
 def test_the_largest_id_is_numpys(tmp_path):
@@ -194,9 +176,6 @@ def test_missing_vocab_names_the_files_that_tiktoken_looks_for(tmp_path, monkeyp
     assert dataloader.missing_vocab() == []
 
 
-# --------------------------------------------------------------------------------------------------
-# Order
-
 T = 4
 FIRSTS = [*range(0, 100, T), *range(104, 120, T), *range(121, 181, T)]  # of the 44 sequences
 BATCHES = [(B, ranks) for B in (1, 2, 3, 8) for ranks in (1, 2, 3, 4)]
@@ -204,7 +183,7 @@ BATCHES = [(B, ranks) for B in (1, 2, 3, 8) for ranks in (1, 2, 3, 4)]
 
 @pytest.fixture
 def shards(tmp_path) -> list[Shard]:
-    """Tokens that are their own index in the stream; the second shard has none to spare."""
+    """Each token is its own index in the stream; the second shard is too short for a sequence."""
     for i, (start, end) in enumerate([(0, 101), (101, 104), (104, 121), (121, 185)]):
         write_shard(tmp_path / f"train_{i}.bin", np.arange(start, end))
     return [open_shard(tmp_path / f"train_{i}.bin") for i in range(4)]
@@ -232,8 +211,7 @@ def test_sequences_and_targets_are_read_right_across_shard_ends(shards):
 @pytest.mark.parametrize("seed", [None, 1])
 def test_batch_size_and_ranks_do_not_change_the_order(seed, shards):
     order = dealt(shards, 1, 1, seed)
-    for B, ranks in BATCHES:
-        assert dealt(shards, B, ranks, seed)[:150] == order
+    assert all(dealt(shards, B, ranks, seed)[:150] == order for B, ranks in BATCHES)
 
 
 def test_each_epoch_deals_each_sequence_once_in_a_new_order(shards):
@@ -242,11 +220,7 @@ def test_each_epoch_deals_each_sequence_once_in_a_new_order(shards):
         epochs = [stream[i : i + 44] for i in (0, 44, 88)]
         assert all(sorted(epoch) == FIRSTS for epoch in epochs)
         assert len({tuple(epoch) for epoch in [FIRSTS, *epochs]}) == 4
-
-
-def test_without_a_seed_the_order_is_the_disks(shards):
-    for B, ranks in BATCHES:
-        assert dealt(shards, B, ranks, seed=None)[:132] == FIRSTS * 3
+        assert dealt(shards, B, ranks, seed=None)[:132] == FIRSTS * 3  # in the disk's order
 
 
 @pytest.mark.parametrize("seed", [None, 1])
@@ -259,10 +233,9 @@ def test_a_position_continues_with_other_batches_and_ranks(seed, shards):
 
 
 def test_a_shard_cut_while_in_use_is_an_error_that_names_it(shards):
-    loader = ShardLoader(shards, 44, T)
     os.truncate(shards[2].path, shards[2].path.stat().st_size - 1)
     with pytest.raises(OSError, match="train_2.bin was cut while in use: its token 17 is gone"):
-        loader.next_batch()
+        ShardLoader(shards, 44, T).next_batch()
 
 
 def test_a_sequence_longer_than_every_shard_is_refused(shards):
@@ -288,4 +261,4 @@ def test_shuffled_is_a_permutation():
 def test_shuffled_differs_by_seed_and_epoch_and_never_by_version():
     orders = {tuple(shuffle(99, seed, epoch)) for seed in range(9) for epoch in range(9)}
     assert len(orders) == 81
-    assert shuffle(10, seed=1337) == [6, 4, 0, 8, 7, 2]
+    assert shuffle(8, seed=1337) == [6, 4, 0, 3, 7, 2, 1, 5]

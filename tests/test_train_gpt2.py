@@ -205,6 +205,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole, data_d
     assert code == 7 and "no good checkpoint in run" in err
 
 
+def test_a_torn_last_line_of_the_log_costs_that_line_alone(whole, data_dir, tmp_path):
+    shutil.copytree(whole[1], tmp_path / "run")
+    with open(tmp_path / "run" / "log.jsonl", "a") as log:
+        log.write('{"step": 12, "lo')
+    line = [*flags(data_dir=data_dir, out_dir="run", steps=14), "--resume"]
+    code, _, err = train(line, tmp_path)
+    assert code == 0, err
+    assert list(losses(tmp_path / "run")) == list(range(1, 15))
+    assert '"lo\n{"environment"' in (tmp_path / "run" / "log.jsonl").read_text()
+
+
 def test_the_optimizer_goes_on_with_the_command_lines_settings(whole, data_dir, tmp_path):
     shutil.copytree(whole[1], tmp_path / "run")
     changes = {"steps": 13, "learning_rate": 0.5, "weight_decay": 0.7}
