@@ -103,7 +103,7 @@ def open_shard(path: Path) -> Shard:
         raise FileNotFoundError(f"{path} is not a file; write shards with {PREPARE}")
     try:
         return recognise(path, path.stat().st_size)
-    except ValueError as error:
+    except Exception as error:  # numpy reads a bad header with Python's parser
         why = f"{path} is not a whole token shard: {error}"
     raise ValueError(f"{why}; copy it again, or write it with {PREPARE}")
 
@@ -177,7 +177,7 @@ def open_folder(path: Path) -> TokenFolder:
         return TokenFolder(find(path, "train"), find(path, "val"), tokenizer, None, None)
     try:
         return open_prepared(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         why = f"damaged ({type(error).__name__}: {error}); prepare the data again"
     raise ValueError(f"{path / MANIFEST} is {why}")
 

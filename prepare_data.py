@@ -61,7 +61,7 @@ def documents(files: list[Path]) -> Iterator[bytes]:
 
 
 def json_lines(file: Path) -> Iterator[bytes]:
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield json.loads(line)["text"].encode()
@@ -182,7 +182,8 @@ def deal(texts: Iterable[bytes], val_fraction: float, seed: int) -> Iterator[tup
         raise ValueError("the input holds no text; name files with --input")
     if not val_drawn:
         text = held[1]
-        cut = text.rfind(b"\n", 0, len(text) * 9 // 10) + 1 or len(text) * 9 // 10
+        end = len(text) * 9 // 10
+        cut = text.rfind(b"\n", end * 9 // 10, end) + 1 or end  # at a line's end, if one is near
         yield "train", text[:cut]
         held = "val", text[cut:]
     yield held
