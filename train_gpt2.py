@@ -210,10 +210,9 @@ def why_not_compile(device: torch.device) -> str:
     try:
         torch.compile(lambda x: nn.functional.gelu(x).sum(), dynamic=False)(x).backward()
     except Exception as error:  # Dynamo, Inductor, Triton or a C++ compiler, each in its own way
-        cures = {"nt": "triton-windows", "cuda": "triton"}
-        cure = cures.get(os.name) or cures.get(device.type, "a C++ compiler (g++)")
-        cause = " ".join(str(error).split())[:200]
-        return f"fails here ({type(error).__name__}: {cause}): install {cure}"
+        triton = "triton-windows" if os.name == "nt" else "triton"
+        cure = triton if device.type == "cuda" else "a C++ compiler (g++)"
+        return f"fails here ({type(error).__name__}: {error!s:.200}): install {cure}"
     return ""
 
 
