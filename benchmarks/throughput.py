@@ -23,6 +23,7 @@ import platform
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -35,10 +36,13 @@ from tempfile import TemporaryDirectory
 REPO = Path(__file__).resolve().parent.parent
 OURS, THEIRS = "train_gpt2.py", "Hugging Face"
 LEFT_OUT = 2  # steps at the start of a process, in which memory and caches fill
-SETTINGS = {  # seq_len in tokens; sequences per step, all in one pass; timed steps of a round
-    "gpt2": {"seq_len": 256, "sequences": 4, "steps": 6, "vocab_size": 50257},
-    "nano": {"seq_len": 128, "sequences": 32, "steps": 40, "vocab_size": 257},  # its recipe; bytes
+NUM_STEPS = {"gpt2": 6, "nano": 40}  # timed steps of a round
+VOCAB_SIZES = {"gpt2": 50257, "nano": 257}  # nano reads bytes
+FLAGS = {  # gpt2: what a CPU does in seconds; nano: its recipe
+    "gpt2": ["--seq-len=256", "--micro-batch-size=4", "--batch-tokens=1024"],
+    "nano": [],
 }
+SHAPE = ("n_layer", "n_head", "n_embd", "seq_len", "micro_batch_size", "batch_tokens", "steps")
 
 # --------------------------------------------------------------------------------------------------
 # One run of either program in the folder work: values of each step
@@ -48,12 +52,9 @@ def run_ours(work: Path, model: str, args: Namespace) -> dict[str, list]:
     """Run train_gpt2.py, the first time on the corpus that it prepares itself. The order is the
     disk's, since the plain loop has no other."""
     shutil.rmtree(work / "out", ignore_errors=True)  # a checkpoint of GPT-2 124M is 1.5 GB
-    T, B = SETTINGS[model]["seq_len"], SETTINGS[model]["sequences"]
-    num_steps = LEFT_OUT + (args.steps or SETTINGS[model]["steps"])
-    flags = ["--no-shuffle", "--bf16" if args.bf16 else "--no-bf16", f"--model={model}",
-             f"--seq-len={T}", f"--micro-batch-size={B}", f"--batch-tokens={B * T}",
-             f"--steps={num_steps}", f"--eval-tokens={T}"]  # fmt: skip
-    flags += ["--eval-every=0", "--save-every=0", "--out-dir=out"]
+    flags = [f"--model={model}", *FLAGS[model], "--bf16" if args.bf16 else "--no-bf16",
+             f"--steps={LEFT_OUT + (args.steps or NUM_STEPS[model])}", "--no-shuffle",
+             "--eval-tokens=1", "--eval-every=0", "--save-every=0", "--out-dir=out"]  # fmt: skip
     program = [sys.executable, REPO / OURS]
     subprocess.run([*program, *flags], cwd=work, check=True, stdout=subprocess.DEVNULL)
     steps = [record for record in read_log(work) if "ms" in record]
@@ -107,7 +108,7 @@ def plain_loop(work: Path) -> dict[str, list]:
 def hugging_face_gpt2(flags: Namespace):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    vocab_size = SETTINGS[flags.model]["vocab_size"]
+    vocab_size = VOCAB_SIZES[flags.model]
     shape = {name: getattr(flags, name) for name in ("n_layer", "n_head", "n_embd")}
     shape |= {"n_positions": flags.seq_len, "vocab_size": vocab_size}
     ends = {"bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
@@ -139,9 +140,9 @@ def measure(work: Path, model: str, args: Namespace) -> dict:
         took = ", ".join(f"{name} {timed(run, 'ms'):.0f} ms" for name, run in rounds[-1].items())
         print(f"{model}, round {number} of {args.rounds}: {took}", file=sys.stderr)
     first = read_log(work)[0]
-    setting = SETTINGS[model] | {"steps": first["flags"]["steps"] - LEFT_OUT}
-    facts = {"environment": first["environment"], "setting": setting}
-    return facts | {"summary": summarize(rounds, first["flags"]["batch_tokens"]), "rounds": rounds}
+    shape = {name: first["flags"][name] for name in SHAPE}
+    summary = summarize(rounds, shape["batch_tokens"])
+    return {"environment": first["environment"]} | shape | {"summary": summary, "rounds": rounds}
 
 
 def timed(run: dict[str, list], name: str) -> float:
@@ -214,7 +215,7 @@ def write(results: dict[str, dict], args: Namespace) -> Path:
 def parse_args() -> Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--only", choices=list(SETTINGS), help="one of the models; none: both")
+    add("--only", choices=list(FLAGS), help="one of the models; none: both")
     add("--rounds", type=int, default=3, help="runs of each program (default: 3)")
     add("--steps", type=int, default=0, help="timed steps of a run (default 0: gpt2 6, nano 40)")
     add("--bf16", action="store_true", help="bfloat16 autocast (default: float32)")
@@ -235,8 +236,9 @@ def main() -> int:
     except importlib.metadata.PackageNotFoundError as error:
         print(f"throughput.py: error: {error}: pip install transformers", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # ends the program that runs, too
     results = {}
-    for model in [args.only] if args.only else SETTINGS:
+    for model in [args.only] if args.only else FLAGS:
         with TemporaryDirectory() as work:
             try:
                 results[model] = measure(Path(work), model, args)

@@ -61,7 +61,7 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
     def log_and_die(run, *args):
         log_step(run, *args)
         if run.state.step == kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one
 
     train_gpt2.log_step = log_and_die
     code = 1

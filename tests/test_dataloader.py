@@ -141,7 +141,7 @@ def test_a_manifest_that_does_not_fit_is_refused(old, new, why, prepared):
 
 def test_the_fingerprint_is_of_tokens_and_lengths_and_not_of_names(tmp_path):
     seen = []
-    for data in [(7, 400, 300), (7, 400, 300), (8, 400, 300), (7, 300, 400), (7, 401, 300)]:
+    for data in [(7, 800, 700), (7, 800, 700), (8, 800, 700), (7, 700, 800), (7, 801, 700)]:
         paths = [tmp_path / f"{len(seen)}_{i}.bin" for i in (0, 1)]
         for path, length in zip(paths, data[1:], strict=True):
             write_shard(path, np.full(length, data[0]))
@@ -216,7 +216,7 @@ def test_batch_size_and_ranks_do_not_change_the_order(seed, shards):
 
 def test_each_epoch_deals_each_sequence_once_in_a_new_order(shards):
     for B, ranks in BATCHES:
-        stream = dealt(shards, B, ranks, seed=1)
+        stream = dealt(shards, B, ranks, seed=0)
         epochs = [stream[i : i + 44] for i in (0, 44, 88)]
         assert all(sorted(epoch) == FIRSTS for epoch in epochs)
         assert len({tuple(epoch) for epoch in [FIRSTS, *epochs]}) == 4

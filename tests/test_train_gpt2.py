@@ -91,7 +91,7 @@ def test_a_speed_up_changes_no_loss_beyond_its_precision(whole, data_dir, tmp_pa
 @pytest.mark.slow
 def test_compiled_runs_train_evaluate_sample_and_resume(whole, data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", compile=True, eval_every=4, sample_every=6)
-    assert train(line, tmp_path, kill_after=7)[0] == -signal.SIGKILL
+    assert train(line, tmp_path, kill_after=7)[0] not in range(8)
     code, out, err = train([*line, "--resume"], tmp_path)
     assert code == 0, err
     assert "resumed after step 5" in out and "sample after step 12" in out
@@ -132,7 +132,7 @@ def test_a_run_learns(whole):
 def kill_and_resume(whole, data_dir, folder, ranks, step):
     line = flags(data_dir=data_dir, out_dir="run", save_every=3)
     code, _, err = train([*line, "--resume"], folder, ranks, kill_after=step)
-    assert code == -signal.SIGKILL, err
+    assert code not in range(8), err
     code, out, err = train([*line, "--resume"], folder, ranks)
     assert code == 0, err
     assert losses(folder / "run") == losses(whole[ranks])  # bit for bit
@@ -153,7 +153,7 @@ def test_a_run_killed_after_any_step_goes_on_bit_for_bit(whole, data_dir, tmp_pa
 
 def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", save_every=3)
-    assert train(line, tmp_path, 2, kill_after=7)[0] == -signal.SIGKILL
+    assert train(line, tmp_path, 2, kill_after=7)[0] not in range(8)
     line = flags(data_dir=data_dir, out_dir="run", save_every=3, micro_batch_size=4)
     code, out, err = train([*line, "--resume"], tmp_path)
     assert code == 0, err
@@ -161,6 +161,7 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=1e-6)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends a process without asking it")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_saves_and_exits_with_3(whole, data_dir, tmp_path, ranks):
     line = [*flags(data_dir=data_dir, out_dir="run", steps=2000, save_every=0), "--no-cosine"]
@@ -436,7 +437,7 @@ MISTAKES = {
     "tf32": ({"tf32": True}, "--tf32 needs an NVIDIA GPU of 2020 or later, this is cpu: leave it"),
     "a used out-dir": ({"out_dir": "run"}, "--out-dir run holds a run: add --resume, or name"),
     "a file as out-dir": ({"out_dir": __file__}, "--out-dir .* is a file: name a folder"),
-    "an out-dir in a file": ({"out_dir": f"{__file__}/run"}, "Not a directory"),
+    "an out-dir in a file": ({"out_dir": f"{__file__}/run"}, "(Not a directory|cannot find)"),
     "an unwritable out-dir": ({"out_dir": "/proc/run"}, "No such file or directory: '/proc/run'"),
     "another shape": (with_run(n_layer=3), "--n-layer: the run in .*run has 2, this one 3; give"),
     "other padding": (with_run(pad_vocab=False), "--pad-vocab: the run in .* has True, this one F"),
@@ -448,6 +449,10 @@ MISTAKES = {
         "RANK 0 must be less than WORLD_SIZE 0",
     ),
 }  # fmt: skip
+
+
+if not sys.platform.startswith("linux"):
+    del MISTAKES["an unwritable out-dir"]  # root may write everywhere else
 
 
 @pytest.fixture(scope="session")
