@@ -9,6 +9,7 @@ python train_gpt2.py --help
 import argparse
 import ctypes
 import difflib
+import gc
 import json
 import math
 import os
@@ -290,6 +291,7 @@ def process_group(world: World) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # a DDP that outlives the group makes the process abort when it ends
         if world.size > 1:
             dist.destroy_process_group()
 
@@ -620,14 +622,14 @@ def peak_memory_mib(device: torch.device) -> float | None:
         import resource
     except ImportError:
         return None  # Windows
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac, else KiB
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def environment(world: World) -> dict:
     """What a result depends on besides the flags."""
-    cuda = world.device.type == "cuda"
-    name = torch.cuda.get_device_name(world.device) if cuda else platform.processor()
+    is_cuda = world.device.type == "cuda"
+    name = torch.cuda.get_device_name(world.device) if is_cuda else platform.processor()
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -843,22 +845,21 @@ def main(argv: list[str] | None = None) -> int:
         world = find_world(dict(os.environ), torch.cuda.device_count())
         config, given = parse_args(sys.argv[1:] if argv is None else argv, world.device.type)
         with process_group(world):
-            run = set_up(config, given, world)
-            if run is None:
-                return fail(0, f"already complete: step {config.steps} is saved", is_main)
-            return train_or_fail(run)
+            return set_up_and_train(config, given, world)
     except (OSError, ValueError) as error:
         return fail(2, f"error: {error}", is_main)
     except KeyboardInterrupt:
         return fail(130, "stopped by a signal before it could save", is_main)
 
 
-def train_or_fail(run: Run) -> int:
+def set_up_and_train(config: TrainConfig, given: set[str], world: World) -> int:
+    run = set_up(config, given, world)
+    if run is None:
+        return fail(0, f"already complete: step {config.steps} is saved", world.is_main)
     try:
         return train(run)
     except (FloatingPointError, OSError) as error:
-        code = 6 if isinstance(error, OSError) else 4
-        return fail(code, f"error: {error}", run.world.is_main)
+        return fail(6 if isinstance(error, OSError) else 4, f"error: {error}", world.is_main)
 
 
 def fail(code: int, why: str, is_main: bool) -> int:
