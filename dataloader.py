@@ -268,7 +268,7 @@ class ShardLoader:
     def batch(self, numbers: range) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these sequences of the run, (len(numbers), T) int64 each."""
         rows = torch.from_numpy(np.stack([self[n] for n in numbers]).astype(np.int64))
-        return rows[:, :-1], rows[:, 1:]
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """This rank's next inputs and targets, (B, T) int64 each."""

@@ -55,7 +55,8 @@ SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with Ope
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention as the paper writes it; holds all (B, nh, T, T) weights in memory."""
+    """Causal attention as the paper writes it, three (B, nh, T, hs) -> (B, nh, T, hs); holds all
+    (B, nh, T, T) weights in memory."""
     T, hs = q.shape[-2:]
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
     weights = (q @ k.transpose(-2, -1)) / math.sqrt(hs)  # (B, nh, T, T)

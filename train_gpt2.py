@@ -168,10 +168,12 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     nanoGPT's spelling too: --batch_tokens=4096 --compile=False."""
     plain = [re.sub(r"^--[\w-]+", lambda m: m[0].replace("_", "-"), arg) for arg in argv]
     plain = [re.sub(r"^--([\w-]+)=False$", r"--no-\1", arg) for arg in plain]
-    given = vars(make_parser().parse_args([re.sub(r"=True$", "", arg) for arg in plain]))
-    model = given.get("model", "nano" if device_type == "cpu" else "gpt2")
+    given = vars(
+        make_parser().parse_args([re.sub(r"^(--[^=]+)=True$", r"\1", arg) for arg in plain])
+    )
+    model = given.get("model", "gpt2" if device_type == "cuda" else "nano")
     values = {"model": model} | recipe(model)
-    if device_type == "cpu" and model != "nano":
+    if device_type != "cuda" and model != "nano":
         values["eval_tokens"] = 8192  # half a minute of a CPU, not hours
     if "data_dir" not in given:
         values["prompt"] = "def "  # Python's own source
@@ -213,8 +215,7 @@ def why_not_compile(device: torch.device) -> str:
     try:
         torch.compile(lambda x: nn.functional.gelu(x).sum(), dynamic=False)(x).backward()
     except Exception as error:  # Dynamo, Inductor, Triton or a C++ compiler, each in its own way
-        triton = "triton-windows" if os.name == "nt" else "triton"
-        cure = triton if device.type == "cuda" else "a C++ compiler (g++)"
+        cure = "triton (triton-windows)" if device.type == "cuda" else "a C++ compiler (g++)"
         return f"fails here ({type(error).__name__}: {error!s:.200}): install {cure}"
     return ""
 
@@ -263,8 +264,7 @@ def find_world(env: dict[str, str], num_gpus: int) -> World:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in env]
     if 0 < len(missing) < len(names):
-        rest = ", ".join(name for name in names if name in env)
-        raise ValueError(f"{rest} set without {', '.join(missing)}: use torchrun, or unset {rest}")
+        raise ValueError(f"{', '.join(missing)} not set, others of torchrun's are: set all or none")
     rank, local_rank, size = (int(env.get(*pair)) for pair in zip(names, (0, 0, 1), strict=True))
     if not 0 <= rank < size:
         raise ValueError(f"RANK {rank} must be less than WORLD_SIZE {size}: use torchrun")
@@ -332,15 +332,16 @@ class TrainState:
 
 def checkpoints(out_dir: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    return sorted(out_dir.glob("checkpoint_*.pt"), reverse=True)
+    return sorted(out_dir.glob("checkpoint_*.pt"), key=lambda p: (len(p.name), p), reverse=True)
 
 
 def save_checkpoint(out_dir: Path, saved: dict, keep: int) -> Path:
-    """Write saved as the newest checkpoint, then remove all but the newest keep."""
+    """Write saved, then remove the checkpoints before it but for keep, itself counted."""
     path = out_dir / f"checkpoint_{saved['step']:06d}.pt"
     with whole_file(path) as f:
         torch.save(saved, f)
-    for old in checkpoints(out_dir)[keep:]:
+    paths = checkpoints(out_dir)
+    for old in paths[paths.index(path) + keep :]:  # a later one is damaged, or it would be newest
         old.unlink()
     return path
 
@@ -374,8 +375,8 @@ def newest_checkpoint(out_dir: Path, is_main: bool) -> dict | None:
 
 def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
     """What must not change while a run goes on: its network, its data, their order."""
-    order = {"seed": config.seed, "shuffle": config.shuffle, "data_dir": data.fingerprint()}
-    return asdict(shape) | order
+    order = {name: getattr(config, name) for name in ("model", "seed", "shuffle")}
+    return order | {"data_dir": data.fingerprint()} | asdict(shape)
 
 
 def check_identity(saved: dict, wanted: dict, out_dir: Path):
@@ -443,7 +444,7 @@ def warm_up(net: nn.Module, config: TrainConfig, world: World, vocab_size: int):
     tokens = torch.arange(math.prod(shape), device=world.device).view(shape) % vocab_size
     for _ in range(2):
         with autocast(config, world.device):
-            loss = net(tokens, tokens)
+            loss = net(tokens, tokens.clone())  # two tensors, as in a step: else compiled twice
         loss.backward()
         net.zero_grad(set_to_none=True)
 
@@ -454,6 +455,7 @@ def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
     sequences = config.num_micro(world.size)  # of one rank, since micro_batch_size is 0
     limit = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     B = math.gcd(sequences, 1 << (limit.bit_length() - 1))
+    _moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # AdamW's, later
     while world.device.type == "cuda" and B > 1:
         try:
             warm_up(model, replace(config, micro_batch_size=B), world, model.config.vocab_size)
@@ -461,7 +463,6 @@ def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
         except torch.OutOfMemoryError:
             B //= 2
         finally:
-            model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     return B
@@ -476,7 +477,7 @@ def train_step(
     device, num_micro = world.device, config.num_micro(world.size)
     loss_sum = torch.zeros((), device=device)
     for micro_step in range(num_micro):
-        x, y = (t.to(device, non_blocking=True) for t in state.loader.next_batch())
+        x, y = (t.to(device) for t in state.loader.next_batch())
         with gradient_sync(net, enabled=micro_step == num_micro - 1):
             with autocast(config, device):
                 loss = net(x, y) / num_micro  # a mean of means: backward() adds gradients up
@@ -511,7 +512,7 @@ def evaluate(
     loss_sum = torch.zeros((), device=world.device)
     for start in range(0, len(mine), loader.B):
         numbers = mine[start : start + loader.B]
-        x, y = (t.to(world.device, non_blocking=True) for t in loader.batch(numbers))
+        x, y = (t.to(world.device) for t in loader.batch(numbers))
         with autocast(config, world.device):
             loss = (net if len(numbers) == loader.B else model)(x, y)
         loss_sum += loss * len(numbers)
@@ -533,6 +534,7 @@ class Run:
     net: nn.Module
     val_loader: ShardLoader
     log: Callable
+    environment: dict
     matmul_tflops: float
     seconds: list[float] = field(default_factory=list)  # of each step of this process
 
@@ -550,6 +552,8 @@ def make_log(out_dir: Path, is_main: bool) -> Callable:
     if file and torn:
         file.write("\n")
 
+    sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal can't show
+
     def log(text: str, **record):
         if file:
             print(text, flush=True)
@@ -563,9 +567,7 @@ def prepare_own_source(tokenizer: str) -> Path:
     """The folder of the corpus that needs no download: written now, if it is not there yet."""
     folder = Path("data", f"stdlib-{tokenizer}")
     if not folder.exists():
-        print(
-            f"no --data-dir: preparing Python's own source as {tokenizer} in {folder}", flush=True
-        )
+        print(f"no --data-dir: preparing Python's own source in {folder}", flush=True)
         program = [sys.executable, Path(__file__).with_name("prepare_data.py")]
         subprocess.run([*program, "--data-dir", folder, "--tokenizer", tokenizer])
     return folder  # whoever wrote it: another run may have been faster
@@ -618,10 +620,10 @@ def peak_memory_mib(device: torch.device) -> float | None:
     """Of the device, or of this process where the device has no memory of its own."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    try:
-        import resource
-    except ImportError:
-        return None  # Windows
+    if sys.platform == "win32":
+        return None
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac, else KiB
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
@@ -630,13 +632,9 @@ def environment(world: World) -> dict:
     """What a result depends on besides the flags."""
     is_cuda = world.device.type == "cuda"
     name = torch.cuda.get_device_name(world.device) if is_cuda else platform.processor()
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""  # no git here
+    status, head = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
     return {
-        "commit": commit, "torch": str(torch.__version__), "numpy": np.__version__,
+        "commit": "" if status else head, "torch": str(torch.__version__), "numpy": np.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
         "device": str(world.device.type), "device_name": name,
         "threads": torch.get_num_threads(), "ranks": world.size,
@@ -667,23 +665,22 @@ def sample(run: Run, num_tokens: int = 200) -> str:
         idx = torch.tensor([ids], device=device)
         idx = run.state.model.generate(idx, num_tokens, temperature=0.8, top_k=50, rng=rng)
     ids = [i for i in idx[0].tolist() if i != end_of_text]
-    return both[1](ids) if both else f"no vocabulary here to read them with: {ids}"
+    return both[1](ids) if both else f"no vocabulary here for --prompt, nor to read this: {ids}"
 
 
 def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     """All that train needs, or None if the run is complete. Every mistake in flags or files raises
-    here, ValueError or OSError, and nothing is written before all of them are excluded."""
+    here, ValueError or OSError, before anything of the run is written."""
     config.num_micro(world.size)
     out_dir = world.from_main(lambda: choose_out_dir(config))
     data, shape = world.from_main(lambda: open_data(config))
-    config = replace(config, out_dir=str(out_dir))
     saved = newest_checkpoint(out_dir, world.is_main) if config.resume else None
     if saved:
         check_identity(saved["identity"], identity(config, shape, data), out_dir)
         if saved["step"] >= config.steps:
             return None
     off = why_off(config, given, world.device)
-    config = replace(config, **{name: False for name in off})
+    config = replace(config, out_dir=str(out_dir), **{name: False for name in off})
     world.from_main(lambda: out_dir.mkdir(parents=True, exist_ok=True))
     run = build(config, world, data, shape)
     log_start(run, given, off)
@@ -705,14 +702,14 @@ def build(config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     state = TrainState(model, make_optimizer(model, config), loader)
     rate = matmul_tflops(world.device, torch.bfloat16 if config.bf16 else torch.float32)
-    log = make_log(Path(config.out_dir), world.is_main)
-    return Run(config, world, data, state, net, ShardLoader(data.val, *place), log, rate)
+    log, env = make_log(Path(config.out_dir), world.is_main), environment(world)
+    return Run(config, world, data, state, net, ShardLoader(data.val, *place), log, env, rate)
 
 
 def log_start(run: Run, given: set[str], off: dict[str, str]):
     """The first record: where this runs, every flag, and who chose it."""
     config, model, loader = run.config, run.state.model, run.state.loader
-    env, flags = environment(run.world), asdict(config)
+    env, flags = run.environment, asdict(config)
     (a, num_a), (b, num_b) = ((len(g), model.num_elements(g)) for g in model.decay_groups())
     unused = sum(s.num_tokens for s in loader.shards) - len(loader) * config.seq_len
     epochs = config.steps * config.batch_tokens / (len(loader) * config.seq_len)
@@ -770,8 +767,8 @@ def train(run: Run) -> int:
             start = time.perf_counter()
             loss, norm, stop = train_step(state, run.net, config, run.world, bool(signals))
             log_step(run, loss, norm, time.perf_counter() - start)
-            if run.world.is_main and (stop or due(state.step, config.save_every, config.steps)):
-                save(run)
+            if stop or due(state.step, config.save_every, config.steps):
+                run.world.from_main(lambda: save(run))
             if stop and state.step < config.steps:
                 run.log(f"stopped by a signal after step {state.step}; go on with --resume"
                         f" --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
@@ -792,7 +789,7 @@ def log_step(run: Run, loss: float, norm: float, seconds: float):
     tokens_per_s = config.batch_tokens / seconds
     tflops = tokens_per_s * run.state.model.flops_per_token() / run.world.size / 1e12  # of a rank
     lr, mfu = learning_rate(step - 1, config), tflops / run.matmul_tflops
-    left = timedelta(seconds=int(np.mean(run.seconds) * (config.steps - step)))
+    left = timedelta(seconds=int(np.mean(run.seconds[-100:]) * (config.steps - step)))
     run.log(
         f"step {step}/{config.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} |"
         f" {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s | {mfu:.0%} MFU | {left} left",
@@ -802,12 +799,12 @@ def log_step(run: Run, loss: float, norm: float, seconds: float):
 
 
 def save(run: Run):
-    """Write a checkpoint; the main rank's is enough, since all ranks hold the same state."""
+    """Write a checkpoint: the main rank's is enough, since all ranks hold the same state."""
     config, state = run.config, run.state
     facts = {
         "identity": identity(config, state.model.config, run.data),
         "config": asdict(config),
-        "environment": environment(run.world),
+        "environment": run.environment,
     }
     path = save_checkpoint(Path(config.out_dir), facts | state.state_dict(), config.keep)
     run.log(f"saved {path}", saved=state.step, path=str(path))
@@ -848,6 +845,8 @@ def main(argv: list[str] | None = None) -> int:
             return set_up_and_train(config, given, world)
     except (OSError, ValueError) as error:
         return fail(2, f"error: {error}", is_main)
+    except torch.OutOfMemoryError as error:
+        return fail(2, f"error: a step does not fit, lower --micro-batch-size: {error}", is_main)
     except KeyboardInterrupt:
         return fail(130, "stopped by a signal before it could save", is_main)
 
@@ -858,6 +857,8 @@ def set_up_and_train(config: TrainConfig, given: set[str], world: World) -> int:
         return fail(0, f"already complete: step {config.steps} is saved", world.is_main)
     try:
         return train(run)
+    except ValueError as error:
+        raise RuntimeError("a bug, no mistake of yours: please report it") from error
     except (FloatingPointError, OSError) as error:
         return fail(6 if isinstance(error, OSError) else 4, f"error: {error}", world.is_main)
 

@@ -11,12 +11,16 @@ import traceback
 from argparse import Namespace
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU, also beside a GPU
+
 import numpy as np
 import pytest
 import torch
 
 import prepare_data
 import train_gpt2
+
+torch.backends.mps.is_available = lambda: False
 
 TINY = {  # flags of a run of a second
     "model": "nano", "n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "steps": 12,
