@@ -122,8 +122,8 @@ RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; n
     "gpt2-medium": {"learning_rate": 3e-4},
     "gpt2-large": {"learning_rate": 2.5e-4},
     "gpt2-xl": {"learning_rate": 2e-4, "batch_tokens": 1_048_576},
-    "nano": {"learning_rate": 4e-3, "batch_tokens": 2048, "steps": 1100, "warmup_steps": 50}
-    | {"eval_every": 550, "eval_tokens": 262_144},
+    "nano": {"learning_rate": 4e-3, "batch_tokens": 2048, "steps": 1200, "warmup_steps": 50}
+    | {"eval_every": 600, "eval_tokens": 262_144},
 }
 
 
