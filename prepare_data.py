@@ -1,74 +1,188 @@
-"""Turn text into token shards that train_gpt2.py reads.
+"""Turn text into token shards that train_gpt2.py reads, or download such shards.
 
     python prepare_data.py                                           # Python's own source, as bytes
     python prepare_data.py --input book.txt --data-dir data/book
-    python prepare_data.py --input texts/ more.jsonl --data-dir data/mine --tokenizer gpt2
+    python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer gpt2
+    python prepare_data.py --download fineweb-edu --shards 10
+    python prepare_data.py --verify --data-dir data/web
 
-A document is a file, or a line of a .jsonl file ({"text": ...}). Each begins with <|endoftext|>.
-The same input gives the same bytes on disk. A folder is written whole or not at all.
+A document is a file, a line of .jsonl or a row of .parquet; each begins with <|endoftext|>. The
+same input gives the same bytes on disk, with any number of workers, and however often the command
+was killed and repeated: the shards grow in DATA_DIR.unfinished, whose manifest says how far they
+are, and the folder gets its name when it is whole.
 """
 
 import argparse
+import gzip
 import hashlib
+import io
 import json
 import os
 import random
+import re
+import shlex
 import shutil
+import signal
 import sys
 import sysconfig
+import threading
+import time
 import zlib
 from argparse import Namespace
+from base64 import b64encode
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from glob import escape, glob
+from itertools import islice
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote, unquote
 
 import numpy as np
 from tqdm import tqdm
 
-from dataloader import MANIFEST, TOKEN, VOCAB_SIZES, missing_vocab, whole_file, write_shard
+import dataloader
+from dataloader import CHUNK, HEADER_BYTES, MANIFEST, TOKEN, VOCAB_SIZES, Shard, open_shard
+
+PIECE = 1 << 19  # bytes of text that are read, cut and encoded at a time
+RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files of many documents
+BAR = {"unit": "B", "unit_scale": True, "disable": None}  # shown where there is a terminal
+TRIES, PAUSE_S, TIMEOUT_S = 6, 1, 30  # of a download; the pause doubles with each try
+CORPORA = {  # where others published their shards, how these are called, how many for training
+    "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb", 1001),
+    "fineweb": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
+}
 
 # --------------------------------------------------------------------------------------------------
 # Documents
 
 
-def standard_library() -> list[Path]:
+def standard_library() -> list[str]:
     """The source of the Python that runs this: the corpus that every machine has, about 30 MB."""
     root = Path(sysconfig.get_path("stdlib"))
     others = {"site-packages", "dist-packages", "__pycache__"}
-    return sorted(f for f in root.rglob("*.py") if not others & set(f.relative_to(root).parts))
+    files = (f for f in root.rglob("*.py") if not others & set(f.relative_to(root).parts))
+    return [str(file) for file in sorted(files)]
 
 
-def files_in(inputs: list[Path]) -> list[Path]:
-    """The inputs, with the files of a folder in its place, sorted; hidden ones are left out."""
+def files_in(inputs: list[str]) -> list[str]:
+    """What files, folders and patterns name, each once; a folder's sorted, without hidden ones."""
     files = []
-    for path in inputs:
-        if not path.exists():
-            raise FileNotFoundError(f"--input {path} does not exist")
-        inside = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-        files += [
-            f for f in inside if not any(p.startswith(".") for p in f.relative_to(path).parts)
-        ]
-    return files
+    for name in inputs:
+        found = sorted(glob(name, recursive=True)) or glob(escape(name))
+        if not found:
+            raise FileNotFoundError(f"--input {name} does not exist")
+        for path in found:
+            folder = os.path.isdir(path)
+            files += sorted(glob(f"{escape(path)}/**", recursive=True)) if folder else [path]
+    return [file for file in dict.fromkeys(files) if os.path.isfile(file)]
 
 
-def documents(files: list[Path]) -> Iterator[bytes]:
-    """The text of each document, as UTF-8; an empty one is left out."""
-    for file in tqdm(files, unit="file", disable=None):
-        if file.suffix == ".jsonl":
-            yield from filter(None, json_lines(file))
-        elif text := file.read_bytes():
-            yield text
+def utf8(text) -> bytes | None:
+    """What a record has under --text-field; None if that is no text."""
+    return text.encode(errors="replace") if isinstance(text, str) else None
 
 
-def json_lines(file: Path) -> Iterator[bytes]:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield json.loads(line)["text"].encode()
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(
-                    f'{file}, line {number} is not {{"text": "..."}}: {line[:40]!r}'
-                ) from None
+def json_text(line: bytes, text_field: str) -> bytes | None:
+    try:
+        return utf8(json.loads(line)[text_field])
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def texts_in(raw: BinaryIO, text_field: str) -> Iterator[bytes | None]:
+    """The text of each line or row of an open file, or the file itself, in blocks."""
+    stream = raw
+    try:
+        if raw.name.endswith(".gz"):
+            stream = gzip.open(raw)
+        if raw.name.endswith(".zst"):
+            import pyarrow
+
+            stream = io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))
+        if raw.name.endswith(".parquet"):
+            import pyarrow.parquet
+
+            table = pyarrow.parquet.ParquetFile(raw, buffer_size=PIECE)
+            for rows in table.iter_batches(64, columns=[text_field]):
+                yield from map(utf8, rows.column(text_field).to_pylist())
+        elif raw.name.endswith(RECORDS):
+            yield from (json_text(line, text_field) for line in stream)
+        else:
+            yield from iter(partial(stream.read, PIECE), b"")
+    except Exception as error:  # each library has its own
+        cure = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        raise ValueError(f"--input {raw.name} can't be read: {error}{cure}") from error
+
+
+def documents(files: list[str], text_field: str, skipped: Counter) -> Iterator[Iterable[bytes]]:
+    """Each document as blocks of UTF-8; a record without text is counted in skipped."""
+    for file in files:
+        with open(file, "rb") as raw:
+            texts = texts_in(raw, text_field)
+            if not file.endswith(RECORDS):
+                yield texts
+                continue
+            for text in texts:
+                if text is not None:
+                    yield [text]
+                else:
+                    skipped[f"no text under --text-field {text_field} in {file}"] += 1
+
+
+# GPT-2's pattern begins a token at each space or line end that follows something visible, whatever
+# comes after it. Left out: bytes that may end a space of more than one byte, such as U+00A0.
+BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])[ \n]")
+
+
+def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """A document in pieces of about PIECE bytes, cut where no token spans the cut: their tokens
+    are the document's, and a document of any length takes little memory."""
+    text, enough = bytearray(), 2 * PIECE
+    for block in blocks:
+        text += block
+        while len(text) >= enough:
+            if cut := BOUNDARY.search(text, PIECE):
+                yield bytes(text[: cut.start()])
+                del text[: cut.start()]
+            enough = 2 * PIECE if cut else 2 * len(text)
+    if text:
+        yield bytes(text)
+
+
+@dataclass
+class Batch:
+    """About PIECE bytes of text, of one document or many, for one split."""
+
+    split: str
+    crc32: int = 0  # of all text read so far
+    size: int = 0  # bytes
+    documents: int = 0  # that begin here
+    parts: list[tuple[bool, bytes]] = field(default_factory=list)  # does a document begin?, text
+
+
+def batches(texts: Iterable[Iterable], args: Namespace, skipped: Counter) -> Iterator[Batch]:
+    """The documents, in order. Each one's split is drawn; the first is for training."""
+    flags = args.tokenizer, args.shard_tokens, args.val_fraction, args.seed, args.text_field
+    rng, crc, split = random.Random(args.seed), zlib.crc32(repr(flags).encode()), None
+    growing = {"train": Batch("train"), "val": Batch("val")}
+    for blocks in texts:
+        split = "val" if split and rng.random() < args.val_fraction else "train"
+        begins = True
+        for piece in pieces(blocks):
+            batch, crc = growing[split], zlib.crc32(piece, crc)
+            batch.parts.append((begins, piece))
+            batch.size, batch.documents = batch.size + len(piece), batch.documents + begins
+            batch.crc32, begins = crc, False
+            if batch.size >= PIECE:
+                yield batch
+                growing[split] = Batch(split)
+        skipped.update(["empty"] * begins)
+    yield from growing.values()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -78,21 +192,20 @@ def json_lines(file: Path) -> Iterator[bytes]:
 @dataclass(frozen=True)
 class Tokenizer:
     name: str
-    encode: Callable[[bytes], np.ndarray]  # a document to its tokens, <|endoftext|> first
+    encode: Callable[[bytes], np.ndarray]  # text to its tokens
+    lengths: np.ndarray  # bytes of each token; 0 for <|endoftext|>, the last
     sha256: str  # of the vocabulary
 
 
+@lru_cache
 def bytes_tokenizer() -> Tokenizer:
     """Each byte is a token, 256 is <|endoftext|>: any text, and nothing to download."""
-    end_of_text = bytes([0, 1])  # 256, little-endian
-
-    def encode(text: bytes) -> np.ndarray:
-        codes = np.frombuffer(text, np.uint8).astype(TOKEN)
-        return np.concatenate([np.frombuffer(end_of_text, TOKEN), codes])
-
-    return Tokenizer("bytes", encode, hashlib.sha256(bytes(range(256))).hexdigest())
+    encode = partial(np.frombuffer, dtype=np.uint8)
+    sha256 = hashlib.sha256(bytes(range(256))).hexdigest()
+    return Tokenizer("bytes", encode, np.array([1] * 256 + [0], np.uint8), sha256)
 
 
+@lru_cache
 def gpt2_tokenizer() -> Tokenizer:
     """GPT-2's byte-pair encoding. tiktoken downloads its vocabulary once and checks its SHA-256."""
     import tiktoken
@@ -100,7 +213,7 @@ def gpt2_tokenizer() -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except OSError as error:  # what requests raises without a network, in a hundred ways
-        files = " and ".join(path.name for path in missing_vocab())
+        files = " and ".join(path.name for path in dataloader.missing_vocab())
         raise OSError(
             "--tokenizer gpt2: no network to fetch vocab.bpe and encoder.json from"
             " openaipublic.blob.core.windows.net/gpt-2/encodings/main/; fetch them elsewhere, name"
@@ -109,102 +222,317 @@ def gpt2_tokenizer() -> Tokenizer:
 
     def encode(text: bytes) -> np.ndarray:
         # special text in a document is ordinary text
-        ids = encoding.encode_ordinary(text.decode("utf-8", errors="replace"))
-        return np.array([encoding.eot_token, *ids], TOKEN)
+        return encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
 
-    vocabulary = b"".join(encoding.token_byte_values())
-    return Tokenizer("gpt2", encode, hashlib.sha256(vocabulary).hexdigest())
+    vocabulary = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
+    sha256 = hashlib.sha256(b"".join(vocabulary)).hexdigest()
+    return Tokenizer("gpt2", encode, np.array([*map(len, vocabulary), 0], np.uint8), sha256)
 
 
 TOKENIZERS = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer}
+
+
+def encode(tokenizer: str, batch: Batch) -> np.ndarray:
+    """The tokens of a batch, uint16."""
+    encode, end_of_text = TOKENIZERS[tokenizer]().encode, [VOCAB_SIZES[tokenizer] - 1]
+    tokens = [[]]
+    for begins, text in batch.parts:
+        tokens += [end_of_text] * begins + [encode(text)]
+    return np.concatenate(tokens).astype(TOKEN)
+
+
+def follow_parent():
+    """Leave Ctrl-C to the parent, and end when it ends, also if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def in_order(todo: Iterator[Batch], tokenizer: str, workers: int) -> Iterator[tuple]:
+    """Each batch with its tokens. A few more are on their way than there are workers, so that none
+    of them waits; 0 workers: this process does the work."""
+    if not workers:
+        yield from ((batch, encode(tokenizer, batch)) for batch in todo)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), follow_parent) as pool:
+        started = deque()
+        for batch in todo:
+            started.append((batch, pool.submit(encode, tokenizer, batch)))
+            if len(started) > 4 * workers:
+                batch, tokens = started.popleft()
+                yield batch, tokens.result()
+        yield from ((batch, tokens.result()) for batch, tokens in started)
+
 
 # --------------------------------------------------------------------------------------------------
 # Shards
 
 
+def describe(shard: Shard) -> dict:
+    """What the manifest says of a shard, found by reading it."""
+    largest_id, crcs = 0, []
+    for start in range(0, shard.num_tokens, CHUNK):
+        tokens = shard.read(start, min(CHUNK, shard.num_tokens - start))
+        largest_id = max(largest_id, int(tokens.max()))
+        crcs.append(zlib.crc32(tokens))
+    entry = {"name": shard.path.name, "bytes": shard.path.stat().st_size}
+    entry |= {"tokens": shard.num_tokens, "largest_id": largest_id}
+    return entry | {"chunk_crc32": b64encode(np.array(crcs, "<u4")).decode()}
+
+
+def read_manifest(folder: Path) -> dict:
+    """What folder's manifest says; of one that has none, that nothing is there."""
+    path = folder / MANIFEST
+    new = {"train": {"shards": []}, "val": {"shards": []}}
+    return json.loads(path.read_bytes()) if path.exists() else new
+
+
+def save_manifest(folder: Path, **content):
+    with dataloader.whole_file(folder / MANIFEST) as f:
+        f.write(json.dumps(content, indent=1).encode())
+
+
 @dataclass
 class Split:
-    """One stream of tokens, cut into shards as it grows, and the manifest's account of it."""
+    """A stream of tokens that goes into shards as it comes, and the manifest's account of it."""
 
     folder: Path
     name: str
     shard_tokens: int
     documents: int = 0
-    bytes: int = 0
+    bytes: int = 0  # of text
     tokens: int = 0
-    shards: list[dict] = field(default_factory=list)
-    pending: list[np.ndarray] = field(default_factory=list)
-    num_pending: int = 0
+    shards: list[dict] = field(default_factory=list)  # the finished ones
 
-    def add(self, text: bytes, tokens: np.ndarray):
-        self.documents += 1
-        self.bytes += len(text)
-        self.pending.append(tokens)
-        self.num_pending += len(tokens)
-        if self.num_pending >= self.shard_tokens:
-            self.write_pending(keep_rest=True)
+    def account(self) -> dict:
+        return {k: getattr(self, k) for k in ("documents", "bytes", "tokens", "shards")}
 
-    def write_pending(self, keep_rest: bool = False):
-        """Write the tokens not yet on disk; with keep_rest, only what fills whole shards."""
-        tokens = np.concatenate(self.pending) if self.pending else np.empty(0, TOKEN)
-        end = len(tokens) // self.shard_tokens * self.shard_tokens if keep_rest else len(tokens)
-        for start in range(0, end, self.shard_tokens):
-            self.write(tokens[start : min(start + self.shard_tokens, end)])
-        self.pending, self.num_pending = [tokens[end:]], len(tokens) - end
-
-    def write(self, tokens: np.ndarray):
+    def growing(self) -> tuple[Path, int]:
+        """The shard that is not finished, and the tokens in it."""
         path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
-        write_shard(path, tokens)
-        self.tokens += len(tokens)
-        self.shards.append({
-            "name": path.name,
-            "tokens": len(tokens),
-            "bytes": path.stat().st_size,
-            "largest_id": int(tokens.max()),
-            "crc32": zlib.crc32(path.read_bytes()),
-        })  # fmt: skip
+        return path, self.tokens - len(self.shards) * self.shard_tokens
 
-    def summary(self) -> dict:
-        keys = ("documents", "bytes", "tokens", "shards")
-        return {key: getattr(self, key) for key in keys}
+    def append(self, tokens: np.ndarray, documents: int, size: int) -> bool:
+        """Write tokens behind those that count, over what a killed run may have left there. True
+        if that finished a shard."""
+        self.documents, self.bytes = self.documents + documents, self.bytes + size
+        num_finished = len(self.shards)
+        while len(tokens):
+            path, fill = self.growing()
+            part, tokens = np.split(tokens, [self.shard_tokens - fill])
+            with open(path, "r+b" if path.exists() else "wb") as f:
+                f.seek(HEADER_BYTES + fill * TOKEN.itemsize)
+                f.write(part.data)
+            self.tokens += len(part)
+            if fill + len(part) == self.shard_tokens:
+                self.finish()
+        return len(self.shards) > num_finished
+
+    def finish(self):
+        """Give the growing shard, if it holds anything, its header and its entry."""
+        path, fill = self.growing()
+        if fill:
+            with open(path, "r+b") as f:
+                f.write(dataloader.shard_header(fill))
+                f.truncate(HEADER_BYTES + fill * TOKEN.itemsize)
+                os.fsync(f.fileno())
+            self.shards.append(describe(open_shard(path)))
+
+    def give_tenth(self, other: "Split", lengths: np.ndarray):
+        """Hand the last tenth of the growing shard over to other."""
+        path, fill = self.growing()
+        offset = HEADER_BYTES + (fill - fill // 10) * TOKEN.itemsize
+        tokens = np.fromfile(path, TOKEN, fill // 10, offset=offset)
+        documents, size = int((lengths[tokens] == 0).sum()), int(lengths[tokens].sum())
+        self.documents, self.bytes = self.documents - documents, self.bytes - size
+        self.tokens -= len(tokens)
+        other.append(tokens, documents, size)
 
 
-def deal(texts: Iterable[bytes], val_fraction: float, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Each document with its split, drawn one by one; the first is always for training. Where none
-    was drawn for validation, as from a single book, the last tenth of the last document is."""
-    rng, held, val_drawn = random.Random(seed), None, False
-    for text in texts:
-        if held:
-            yield held
-        to_val = rng.random() < val_fraction and held is not None
-        held, val_drawn = ("val" if to_val else "train", text), val_drawn or to_val
-    if held is None:
-        raise ValueError("the input holds no text; name files with --input")
-    if not val_drawn:
-        text = held[1]
-        end = len(text) * 9 // 10
-        cut = text.rfind(b"\n", end * 9 // 10, end) + 1 or end  # at a line's end, if one is near
-        yield "train", text[:cut]
-        held = "val", text[cut:]
-    yield held
+def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> Counter:
+    """Write into folder what is not there yet of the files' shards, and the manifest. Returns how
+    many documents were skipped, by reason."""
+    tokenizer, skipped, kept = TOKENIZERS[args.tokenizer](), Counter(), read_manifest(folder)
+    splits = {s: Split(folder, s, args.shard_tokens, **kept[s]) for s in ("train", "val")}
+    train, val = splits.values()
+    done, crc32 = kept.get("unfinished", (0, 0))
+    todo = batches(documents(files, args.text_field, skipped), args, skipped)
+    for batch in deque(islice(todo, done), maxlen=1):  # reads again what is done
+        if batch.crc32 != crc32:
+            why = f"{folder} was begun with other input or other flags"
+            raise ValueError(f"{why}: repeat those, or remove the folder")
+    for batch, tokens in in_order(todo, args.tokenizer, args.workers):
+        finished = splits[batch.split].append(tokens, batch.documents, batch.size)
+        done += 1
+        if finished:
+            accounts = {name: split.account() for name, split in splits.items()}
+            save_manifest(folder, **accounts, unfinished=(done, batch.crc32))
+        bar.set_postfix(documents=train.documents + val.documents, tokens=train.tokens + val.tokens)
+        bar.update(batch.size)
+    if not val.tokens and train.tokens:
+        train.give_tenth(val, tokenizer.lengths)
+    if not val.tokens:
+        raise ValueError(f"the input has {train.tokens} tokens, too few: name more with --input")
+    for split in splits.values():
+        split.finish()
+    about = {"name": tokenizer.name, "sha256": tokenizer.sha256}
+    save_manifest(folder, tokenizer=about, train=train.account(), val=val.account())
+    return skipped
 
 
-def write_folder(folder: Path, texts: Iterable[bytes], tokenizer: Tokenizer, args: Namespace):
-    """Write the documents' shards and their manifest into folder."""
-    splits = {name: Split(folder, name, args.shard_tokens) for name in ("train", "val")}
-    for name, text in deal(texts, args.val_fraction, args.seed):
-        splits[name].add(text, tokenizer.encode(text))
-    manifest = {"tokenizer": {"name": tokenizer.name, "vocab_size": VOCAB_SIZES[tokenizer.name],
-                              "sha256": tokenizer.sha256}}  # fmt: skip
-    for name, split in splits.items():
-        split.write_pending()
-        manifest[name] = split.summary()
+# --------------------------------------------------------------------------------------------------
+# Commands
+
+
+def estimate(files: list[str], args: Namespace) -> tuple[int, int, float]:
+    """Bytes of text, tokens and seconds of work of all files, from the beginnings of a few."""
+    encode, by_size = TOKENIZERS[args.tokenizer]().encode, sorted(files, key=os.path.getsize)
+    size = text = encoded = tokens = seconds = 0
+    for file in by_size[:: -1 - len(files) // 16]:  # the largest ones among them
+        sample = bytearray()
+        with open(file, "rb") as raw:
+            for block in texts_in(raw, args.text_field):
+                sample += block or b""
+                if len(sample) > 16 * PIECE:  # much more than a decompressor reads ahead
+                    break
+            read = os.path.getsize(file) if raw.closed else raw.tell()  # closed: at the end
+        size += os.path.getsize(file)
+        text += len(sample) * os.path.getsize(file) / max(read, 1)
+        start = time.perf_counter()
+        tokens += len(encode(bytes(sample[: 1 << 15])))
+        seconds += time.perf_counter() - start
+        encoded += len(sample[: 1 << 15])
+    text *= sum(map(os.path.getsize, files)) / max(size, 1)
+    share = text / max(encoded, 1)
+    return int(text), int(tokens * share), seconds * share / max(args.workers, 1)
+
+
+def prepare(args: Namespace):
+    """Write args.data_dir, under another name until it is whole."""
+    files = files_in(args.input) if args.input else standard_library()
+    size, tokens, seconds = estimate(files, args)
+    if args.dry_run:
+        disk = tokens * TOKEN.itemsize
         print(
-            f"{name}: {split.documents:,} documents, {split.bytes:,} bytes,"
-            f" {split.tokens:,} tokens, {len(split.shards)} shards"
+            f"about {size / 1e6:,.1f} MB of text in {len(files):,} files,"
+            f" {tokens / 1e6:,.1f}M tokens, {disk / 1e6:,.1f} MB of disk, {seconds:,.0f} s"
         )
-    with whole_file(folder / MANIFEST) as f:
-        f.write(json.dumps(manifest, indent=1).encode())
+        return
+    if args.data_dir.exists():
+        raise FileExistsError(f"--data-dir {args.data_dir} exists; name another, or remove it")
+    folder = args.data_dir.with_name(f"{args.data_dir.name}.unfinished")
+    with dataloader.locked(folder), tqdm(total=size, **BAR) as bar:
+        try:
+            skipped = write_folder(folder, files, args, bar)
+        finally:
+            if not (folder / MANIFEST).exists():  # no shard is whole: nothing to go on with
+                shutil.rmtree(folder)
+    folder.rename(args.data_dir)
+    report(args.data_dir, skipped)
+
+
+def report(folder: Path, skipped: Counter):
+    for name in ("train", "val"):
+        split = read_manifest(folder)[name]
+        print(
+            f"{name}: {split['documents']:,} documents, {split['bytes']:,} bytes,"
+            f" {split['tokens']:,} tokens ({split['bytes'] / split['tokens']:.2f} bytes per token),"
+            f" {len(split['shards'])} shards"
+        )
+    for why, count in skipped.items():
+        print(f"skipped: {count:,} documents, {why}")
+    print(f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}")
+
+
+def verify(args: Namespace):
+    """Read every shard again and compare it with the manifest; ValueError if one is amiss."""
+    manifest, num_damaged = read_manifest(args.data_dir), 0
+    entries = manifest["train"]["shards"] + manifest["val"]["shards"]
+    for entry in entries:
+        verdict = "good"
+        try:
+            dataloader.open_entry(args.data_dir, entry).largest_id()  # reads, so checks, all of it
+        except (OSError, ValueError) as error:
+            num_damaged, verdict = num_damaged + 1, error
+        print(f"{entry['name']}: {verdict}")
+    if num_damaged or not entries:
+        which = f"{num_damaged} of the {len(entries)} shards that {args.data_dir / MANIFEST} names"
+        raise ValueError(f"{which} are damaged: move them away, and prepare or download them again")
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def fetch_rest(url: str, path: Path) -> Path:
+    """Download what is missing of path.VERSION.part, or all if url has another version by now."""
+    import requests  # tiktoken brings it
+
+    parts, headers = list(path.parent.glob(f"{path.name}.*.part")), {"Accept-Encoding": "identity"}
+    for part in parts:
+        version = unquote(part.name.removeprefix(f"{path.name}.").removesuffix(".part"))
+        headers |= {"Range": f"bytes={part.stat().st_size}-", "If-Range": version}
+    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT_S) as answer:
+        version = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+        part = path.with_name(f"{path.name}.{quote(version or 'unknown', safe='')}.part")
+        begin = answer.headers.get("Content-Range", "").split("-")[0]
+        goes_on = version and parts == [part] and begin == f"bytes {part.stat().st_size}"
+        for old in parts if not goes_on else []:
+            old.unlink()
+        if answer.status_code in (206, 416) and not goes_on:
+            raise requests.ConnectionError("the server has another version than before")
+        answer.raise_for_status()
+        with open(part, "ab") as f:
+            size = f.tell() + int(answer.headers.get("Content-Length", 0))
+            with tqdm(desc=path.name, initial=f.tell(), total=size, **BAR) as bar:
+                for block in answer.iter_content(1 << 16):
+                    bar.update(f.write(block))
+    return part
+
+
+def fetch(url: str, path: Path, sha256: str | None):
+    """Download the shard at url to path, whole or not at all. A transfer that breaks is gone on
+    with, here and when the command is repeated. OSError if it can't be had, ValueError if it is no
+    shard, or not the one with this SHA-256."""
+    import requests
+
+    for tries_left in reversed(range(TRIES)):
+        try:
+            part = fetch_rest(url, path)
+            break
+        except requests.RequestException as error:
+            refused = error.response is not None and 400 <= error.response.status_code < 429
+            if refused or not tries_left:
+                raise OSError(f"{url}: {error}") from None
+            time.sleep(PAUSE_S * 2 ** (TRIES - tries_left))
+    try:
+        open_shard(part)
+        if sha256 and sha256 != (found := sha256_of(part)):
+            raise ValueError(f"{url} has changed: SHA-256 {found}, at the first fetch {sha256}")
+    except ValueError:
+        part.unlink()
+        raise
+    part.rename(path)
+
+
+def download(args: Namespace):
+    """Fetch those shards of a published corpus that args.data_dir does not have yet."""
+    repository, stem, _ = CORPORA[args.download]
+    address = args.mirror or f"https://huggingface.co/datasets/{repository}/resolve/main"
+    names = [("val", f"{stem}_val_000000.bin")]
+    names += [("train", f"{stem}_train_{n:06d}.bin") for n in range(1, args.shards + 1)]
+    with dataloader.locked(args.data_dir):
+        manifest = read_manifest(args.data_dir) | {"tokenizer": {"name": "gpt2"}}
+        for split, name in names:
+            path, shards = args.data_dir / name, manifest[split]["shards"]
+            [known] = [shard for shard in shards if shard["name"] == name] or [{}]
+            if not path.exists():
+                fetch(f"{address}/{name}", path, known.get("sha256"))
+            if not known:
+                shards.append(describe(open_shard(path)) | {"sha256": sha256_of(path)})
+                manifest[split]["tokens"] = sum(shard["tokens"] for shard in shards)
+                save_manifest(args.data_dir, **manifest)
+    print(f"ready: python train_gpt2.py --data-dir {shlex.quote(str(args.data_dir))}")
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -212,13 +540,28 @@ def parse_args(argv: list[str] | None) -> Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, help="files and folders; none: Python's standard library")
-    add("--data-dir", type=Path, default=Path("data/stdlib-bytes"), help="folder to write")
+    add("--input", nargs="+", help="files, folders, 'patterns'; none: Python's standard library")
+    add("--data-dir", type=Path, help="folder to write; none: data/CORPUS")
     add("--tokenizer", default="bytes", choices=list(TOKENIZERS), help="GPT-2's, or bytes")
+    add("--text-field", default="text", help="where a line or row has its text")
     add("--shard-tokens", type=int, default=100_000_000, help="tokens per shard")
     add("--val-fraction", type=float, default=0.01, help="documents for validation, 0 to 0.5")
     add("--seed", type=int, default=1337, help="seed of which documents these are")
+    add("--workers", type=int, help="processes; none: one per core, for bytes 0: this one")
+    add("--dry-run", action="store_true", help="say how much disk and time it takes, from a sample")
+    add("--download", choices=list(CORPORA), help="tokens that others published, instead of text")
+    add("--shards", type=int, default=100, help="training shards to download, of 100M tokens")
+    add("--mirror", help="address of the folder to download them from")
+    add("--verify", action="store_true", help="compare the shards in --data-dir with the manifest")
     args = parser.parse_args(argv)
+    if args.workers is None:
+        args.workers = 0 if args.tokenizer == "bytes" else os.cpu_count()
+    if args.input and not args.data_dir:
+        parser.error("--input needs --data-dir, the folder to write")
+    args.data_dir = args.data_dir or Path("data", args.download or f"stdlib-{args.tokenizer}")
+    most = CORPORA[args.download][2] if args.download else args.shards
+    if not 1 <= args.shards <= most:
+        parser.error(f"--shards {args.shards}: {args.download} has {most}, name 1 to {most}")
     if args.shard_tokens < 1024:
         parser.error(f"--shard-tokens {args.shard_tokens} must be at least 1,024")
     if not 0 <= args.val_fraction <= 0.5:
@@ -226,29 +569,16 @@ def parse_args(argv: list[str] | None) -> Namespace:
     return args
 
 
-def prepare(args: Namespace):
-    """Write args.data_dir, under another name until it is whole."""
-    if args.data_dir.exists():
-        raise FileExistsError(f"--data-dir {args.data_dir} exists; name another, or remove it")
-    files = files_in(args.input) if args.input else standard_library()
-    tokenizer = TOKENIZERS[args.tokenizer]()
-    unfinished = args.data_dir.with_name(f".{args.data_dir.name}.{os.getpid()}.tmp")
-    unfinished.mkdir(parents=True)
-    try:
-        write_folder(unfinished, documents(files), tokenizer, args)
-        unfinished.rename(args.data_dir)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        prepare(args)
-    except (OSError, ValueError, ImportError) as error:
+        (verify if args.verify else download if args.download else prepare)(args)
+    except KeyboardInterrupt:
+        print("prepare_data.py: stopped; the same command goes on", file=sys.stderr)
+        return 130
+    except (OSError, ValueError, ImportError, BrokenExecutor) as error:
         print(f"prepare_data.py: error: {error}", file=sys.stderr)
         return 2
-    print(f"ready: python train_gpt2.py --data-dir {args.data_dir}")
     return 0
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import traceback
-from argparse import Namespace
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU, also beside a GPU
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import dataloader
 import prepare_data
 import train_gpt2
 
@@ -48,9 +48,25 @@ def data_dir(tmp_path_factory) -> Path:
     words = [bytes(rng.integers(97, 123, rng.integers(1, 6), np.uint8)) for _ in range(40)]
     texts = [b" ".join(rng.choice(words, 60)) for _ in range(12)]
     folder = tmp_path_factory.mktemp("data")
-    args = Namespace(shard_tokens=1009, val_fraction=0.2, seed=1)
-    prepare_data.write_folder(folder, texts, prepare_data.bytes_tokenizer(), args)
-    return folder
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": x.decode()}) + "\n" for x in texts)
+    )
+    line = [
+        "--input",
+        folder / "text.jsonl",
+        "--data-dir",
+        folder / "tokens",
+        "--val-fraction",
+        0.2,
+    ]
+    args = prepare_data.parse_args([*map(str, line), "--seed", "1"])
+    args.shard_tokens = 1009  # fewer than the command line takes
+    prepare_data.prepare(args)
+    return folder / "tokens"
+
+
+def write_shard(path: Path, tokens: np.ndarray):
+    path.write_bytes(dataloader.shard_header(len(tokens)) + tokens.astype("<u2").tobytes())
 
 
 def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: int | None):

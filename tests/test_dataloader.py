@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import write_shard
 
 import dataloader
 import prepare_data
-from dataloader import Shard, ShardLoader, TokenFolder, open_folder, open_shard, write_shard
+from dataloader import Shard, ShardLoader, TokenFolder, open_folder, open_shard
 
 TOKENS = np.arange(1000, dtype="<u2")
 RAW = TOKENS.tobytes()
@@ -82,7 +83,7 @@ def test_what_is_not_a_file_is_refused_and_does_not_hang(make, tmp_path):
     if not hasattr(os, make):
         pytest.skip(f"this system has no os.{make}")
     getattr(os, make)(tmp_path / "train.bin")
-    with pytest.raises(FileNotFoundError, match="train.bin is not a file.*prepare_data.py"):
+    with pytest.raises(ValueError, match="train.bin is not a whole.*: no file.*prepare_data.py"):
         open_folder(tmp_path)
 
 
@@ -117,7 +118,7 @@ def test_only_what_the_manifest_names_counts(prepared):
     assert open_folder(prepared) == before
 
 
-KEYS = ("tokenizer", "train", "val", "shards", "name", "tokens", "largest_id", "bytes")
+KEYS = ("tokenizer", "train", "val", "shards", "name", "tokens", "largest_id", "chunk_crc32")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ KEYS = ("tokenizer", "train", "val", "shards", "name", "tokens", "largest_id", "
         ("bytes", "\xff", "manifest.json is damaged"),
         *((f'"{key}"', '"x"', f"manifest.json is damaged .*{key}") for key in KEYS),
         ("6301", "6302", "holds 6,301 tokens, manifest.json says 6,302"),
-        ("train_000000", "../outside", "outside.bin is not a file"),
+        ("train_000000", "../outside", "outside.bin is not a whole token shard: .*No such file"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(old, new, why, prepared):
@@ -234,7 +235,7 @@ def test_a_position_continues_with_other_batches_and_ranks(seed, shards):
 
 def test_a_shard_cut_while_in_use_is_an_error_that_names_it(shards):
     os.truncate(shards[2].path, shards[2].path.stat().st_size - 1)
-    with pytest.raises(OSError, match="train_2.bin was cut while in use: its token 17 is gone"):
+    with pytest.raises(OSError, match="train_2.bin is damaged: its tokens 12 to 17 are not whole"):
         ShardLoader(shards, 44, T).next_batch()
 
 

@@ -1,20 +1,33 @@
 """Tests ../prepare_data.py."""
 
+import gzip
+import hashlib
+import http.server
 import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
-import zlib
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dataloader
 import prepare_data
-from dataloader import Shard, missing_vocab, open_folder, open_shard
-from prepare_data import Split, deal
+from dataloader import Shard, missing_vocab, open_folder
+
+PROGRAM = prepare_data.__file__
+NEEDS_GPT2 = pytest.mark.skipif(
+    bool(missing_vocab()), reason="TIKTOKEN_CACHE_DIR has no GPT-2 vocabulary"
+)
 
 
 def prepare(folder: Path, *flags) -> int:
@@ -22,7 +35,11 @@ def prepare(folder: Path, *flags) -> int:
 
 
 def stream(shards: list[Shard]) -> list[int]:
-    return [int(token) for shard in shards for token in shard.read(0, shard.num_tokens)]
+    return [token for shard in shards for token in shard.read(0, shard.num_tokens).tolist()]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.fixture
@@ -34,69 +51,157 @@ def texts(tmp_path) -> Path:
     return tmp_path / "texts"
 
 
-def test_the_same_input_gives_the_same_bytes(texts, tmp_path):
-    flags = ("--input", texts, "--shard-tokens", 5000, "--val-fraction", 0.3)
-    assert [prepare(tmp_path / name, *flags) for name in ("a", "b")] == [0, 0]
-    a, b = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("a", "b"))
-    assert a == b and len(a) > 3
+# --------------------------------------------------------------------------------------------------
+# Tokens
 
 
-def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
-    flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", 0.3)
-    assert prepare(tmp_path / "data", *flags) == 0
-    manifest = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
-    for split in (manifest["train"], manifest["val"]):
-        tokens = []
-        for shard in split["shards"]:
-            content = (tmp_path / "data" / shard["name"]).read_bytes()
-            ids = np.frombuffer(content[1024:], "<u2").tolist()
-            tokens += ids
-            found = {"tokens": len(ids), "largest_id": max(ids)}
-            found |= {"bytes": len(content), "crc32": zlib.crc32(content)}
-            assert shard == {"name": shard["name"], **found}
-        found = {"tokens": len(tokens), "documents": tokens.count(256)}
-        found |= {"bytes": len(tokens) - tokens.count(256)}
-        assert split == {"shards": split["shards"], **found}
+def are_dealt_out(documents: list[list[int]], folder: Path):
+    """Whether train and val hold these documents, each once, each whole, in their order."""
+    data = open_folder(folder)
+    end = documents[0][:1]
+    rests = [stream(data.train), stream(data.val)]
+    for tokens in documents:
+        whole = tokens + end
+        fits = [rest for rest in rests if (rest + end)[: len(whole)] == whole]
+        if not fits:
+            return False
+        del fits[0][: len(tokens)]
+    return rests == [[], []]
 
 
-AWKWARD = [b"", b"\0", b"\xff\xfe", b"a\r\nb\r", "\N{GRINNING FACE}".encode()]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from(AWKWARD) | st.binary(max_size=40)), st.integers(2, 30))
-def test_the_shards_of_any_size_join_to_the_documents(documents, shard_tokens):
-    with tempfile.TemporaryDirectory() as folder:
-        split = Split(Path(folder), "train", shard_tokens)
-        for text in documents:
-            split.add(text, prepare_data.bytes_tokenizer().encode(text))
-        split.write_pending()
-        shards = [open_shard(Path(folder, shard["name"])) for shard in split.shards]
-        assert stream(shards) == [token for text in documents for token in (256, *text)]
-        assert all(shard.num_tokens == shard_tokens for shard in shards[:-1])
-
-
-@pytest.mark.skipif(bool(missing_vocab()), reason="TIKTOKEN_CACHE_DIR has no GPT-2 vocabulary")
-def test_gpt2s_tokens_are_tiktokens(tmp_path):
+def check_workers_and_shards(files: list, shard_tokens: int, tmp_path: Path):
     import tiktoken
 
-    texts = ["Hello, I'm a language model,", "<|endoftext|> is text", "na\u00efve\r\n\0\t  "]
-    documents = [*(text.encode() for text in texts), b"caf\xe9 \xff\xfe", b"x\n" * 10]
-    for i, text in enumerate(documents):
-        (tmp_path / f"{i}.txt").write_bytes(text)
-    flags = ("--input", tmp_path, "--tokenizer", "gpt2", "--val-fraction", 0)
-    assert prepare(tmp_path / "data", *flags) == 0
-    documents[-1:] = [b"x\n" * 9, b"x\n"]  # its last tenth is the validation text
-    encode = tiktoken.get_encoding("gpt2").encode
-    texts = [text.decode(errors="replace") for text in documents]
-    tokens = [[50256, *encode(text, disallowed_special=())] for text in texts]
-    folder = open_folder(tmp_path / "data")
-    assert stream(folder.train) == sum(tokens[:-1], [])
-    assert stream(folder.val) == tokens[-1]
-    assert tokens[0] == [50256, 15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    flags = ("--input", *files, "--tokenizer", "gpt2", "--shard-tokens", shard_tokens)
+    folders = [tmp_path / str(workers) for workers in (0, 1, 2)]
+    for workers, folder in enumerate(folders):
+        assert prepare(folder, *flags, "--val-fraction", 0.1, "--workers", workers) == 0
+    assert content(folders[0]) == content(folders[1]) == content(folders[2])
+    encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    documents = [[50256, *encode(text)] for file in files if (text := Path(file).read_text("utf8"))]
+    assert are_dealt_out(documents, folders[0])
+    shards = open_folder(folders[0]).train
+    assert all(shard.num_tokens == shard_tokens for shard in shards[:-1])
+
+
+def readable_sources() -> list[str]:
+    """Python's own source, less the few files that are not UTF-8 on purpose."""
+    files = prepare_data.standard_library()
+    return [file for file in files if not {"test", "lib2to3"} & set(Path(file).parts)]
+
+
+@NEEDS_GPT2
+def test_workers_change_no_byte_and_the_stream_is_tiktokens(tmp_path):
+    check_workers_and_shards(readable_sources()[::20], 10_007, tmp_path)
+
+
+@NEEDS_GPT2
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_tokens", [65_537, 1_000_000, 100_000_000])
+def test_30_mb_in_shards_of_any_size_are_tiktokens_stream(shard_tokens, tmp_path):
+    files = readable_sources()
+    while sum(map(os.path.getsize, files)) < 30e6:
+        files += [str(tmp_path / f"{len(files)}.py")]
+        Path(files[-1]).write_bytes(b"\n".join(Path(f).read_bytes() for f in files[:200]))
+    check_workers_and_shards(files, shard_tokens, tmp_path)
+
+
+AWKWARD = [
+    b"", b"\0", b"\xff\xfe", b"\xe2\x80", b"a\r\nb\r", b"<|endoftext|>", b" " * 40, b"x" * 40,
+    "\N{GRINNING FACE}\N{ZERO WIDTH JOINER}".encode(), "\u00a0 \u3000\n\u2028 \x85 a".encode(),
+    b"it's we'll 'tis", b"\n\n  def f():\n\t\treturn 1\n", "\u4f60\u597d \u4e16\u754c\n".encode(),
+]  # fmt: skip
+DOCUMENT = st.lists(st.sampled_from(AWKWARD) | st.binary(max_size=9) | st.text().map(str.encode))
+
+
+def fuzzed(documents: list[bytes], tokenizer: str, shard_tokens: int) -> list[int]:
+    """The tokens of documents that are read, cut and sharded in pieces of 16 bytes."""
+    args = prepare_data.parse_args(["--tokenizer", tokenizer, "--val-fraction", "0"])
+    blocks = ([text[i : i + 5] for i in range(0, len(text), 5)] for text in documents)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(prepare_data, "PIECE", 16)
+        split = prepare_data.Split(Path(folder), "train", shard_tokens)
+        for batch in prepare_data.batches(blocks, args, Counter()):
+            split.append(prepare_data.encode(tokenizer, batch), batch.documents, batch.size)
+        split.finish()
+        shards = [dataloader.open_entry(Path(folder), entry) for entry in split.shards]
+        assert all(shard.num_tokens == shard_tokens for shard in shards[:-1])
+        assert split.documents == sum(map(bool, documents))
+        assert split.bytes == sum(map(len, documents))
+        return stream(shards)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(DOCUMENT.map(b"".join)), st.integers(2, 99))
+def test_bytes_cut_anywhere_join_to_the_documents(documents, shard_tokens):
+    expected = [token for text in documents if text for token in (256, *text)]
+    assert fuzzed(documents, "bytes", shard_tokens) == expected
+
+
+@NEEDS_GPT2
+@settings(max_examples=400, deadline=None)
+@given(st.lists(DOCUMENT.map(b"".join)), st.integers(2, 99))
+def test_gpt2s_tokens_of_pieces_are_those_of_the_document(documents, shard_tokens):
+    import tiktoken
+
+    encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    texts = [text.decode(errors="replace") for text in documents if text]
+    expected = [token for text in texts for token in (50256, *encode(text))]
+    assert fuzzed(documents, "gpt2", shard_tokens) == expected
+
+
+@NEEDS_GPT2
+@pytest.mark.slow
+def test_a_line_of_100_mb_is_tiktokens_and_takes_little_memory(tmp_path):
+    import tiktoken
+
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, rng.integers(1, 9), np.uint8)) for _ in range(5000)]
+    line = b" ".join(words[i] for i in rng.integers(0, 5000, 18_500_000))
+    assert len(line) > 100e6
+    (tmp_path / "line.txt").write_bytes(line)
+    flags = ["--data-dir", tmp_path / "data", "--tokenizer", "gpt2", "--workers", "2"]
+    program = [sys.executable, PROGRAM, "--input", tmp_path / "line.txt", *flags]
+    assert peak_mib(program) < 600
+    data = open_folder(tmp_path / "data")
+    tokens = np.concatenate([s.read(0, s.num_tokens) for s in data.train + data.val])
+    expected = tiktoken.get_encoding("gpt2").encode_to_numpy(line.decode())
+    assert tokens[0] == 50256 and np.array_equal(tokens[1:], expected)
+
+
+def peak_mib(program: list) -> float:
+    """The most memory that a program and its workers had at once, shared pages counted once."""
+    process, peak = subprocess.Popen(program), 0.0
+    while process.poll() is None:
+        family = [process.pid]
+        for pid in family:
+            tasks = Path(f"/proc/{pid}/task").glob("*/children")
+            family += [int(child) for task in tasks for child in read(task).split()]
+        rollups = (read(Path(f"/proc/{pid}/smaps_rollup")) for pid in family)
+        kib = sum(int(r.split("\nPss:")[1].split()[0]) for r in rollups if "\nPss:" in r)
+        peak = max(peak, kib / 1024)
+        time.sleep(0.05)
+    assert process.returncode == 0
+    return peak
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it has ended
+        return ""
+
+
+def test_the_standard_library_is_this_pythons_source():
+    files = prepare_data.standard_library()
+    assert {json.__file__, random.__file__} <= set(files)
+    assert all(file.endswith(".py") for file in files) and "site-packages" not in "".join(files)
+    assert sum(map(os.path.getsize, files)) > 5_000_000
 
 
 def test_without_a_network_the_message_names_the_files_to_fetch(tmp_path, monkeypatch, capsys):
     pytest.importorskip("tiktoken")
+    prepare_data.gpt2_tokenizer.cache_clear()
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})  # it remembers what other tests loaded
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     for name in ("https_proxy", "HTTPS_PROXY"):
@@ -109,73 +214,484 @@ def test_without_a_network_the_message_names_the_files_to_fetch(tmp_path, monkey
     assert all(name in error for name in (*names, "TIKTOKEN_CACHE_DIR"))
 
 
-def test_validation_is_drawn_by_document_and_by_seed():
-    texts, drawn = [b"%d" % n for n in range(1000)], set()
-    for seed in range(5):
-        splits = list(deal(texts, 0.5, seed))
-        assert [text for _, text in splits] == texts  # each once, so none in both
-        names = tuple(name for name, _ in splits)
-        assert names[0] == "train" and 437 < names.count("val") < 563  # 500, 4 standard deviations
-        drawn.add(names)
-    assert len(drawn) == 5
+# --------------------------------------------------------------------------------------------------
+# Inputs
 
 
-@pytest.mark.parametrize(
-    ("text", "cut"),
-    [
-        pytest.param(b"a line\n" * 20, 18 * 7, id="lines"),
-        pytest.param(b"a line\n" * 15, 13 * 7, id="a line spans the cut"),
-        pytest.param(b"x" * 100, 90, id="no line end"),
-        pytest.param(b"A title\n" + b"x" * 992, 900, id="no line end near"),
-    ],
-)
-def test_of_a_single_document_the_last_tenth_is_validation_from_a_line_end(text, cut):
-    assert list(deal([text], 0.1, 0)) == [("train", text[:cut]), ("val", text[cut:])]
+def documents(*files: Path, field: str = "text") -> tuple[list[bytes], Counter]:
+    skipped = Counter()
+    found = prepare_data.documents(list(map(str, files)), field, skipped)
+    return [b"".join(blocks) for blocks in found], skipped
 
 
-def test_a_folder_is_read_sorted_and_hidden_files_are_left_out(texts):
+LINES = b'{"text": "a\\nb"}\n{"id": 7, "text": "\\u00e9"}\n{"text": "<|endoftext|>"}\n'
+TEXTS = [b"a\nb", b"\xc3\xa9", b"<|endoftext|>"]
+
+
+def zstd(data: bytes) -> bytes:
+    codec = pytest.importorskip("pyarrow").Codec("zstd")
+    frames = codec.compress(data[:20]), codec.compress(data[20:])  # as parallel compressors write
+    return b"".join(frame.to_pybytes() for frame in frames)
+
+
+def parquet(data: bytes) -> bytes:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"id": [1, 2, 3], "text": [t.decode() for t in TEXTS]}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+KINDS = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstd, ".parquet": parquet}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_line_or_row_is_a_document(kind, tmp_path):
+    (tmp_path / f"a{kind}").write_bytes(KINDS[kind](LINES))
+    assert documents(tmp_path / f"a{kind}") == (TEXTS, {})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_is_named(kind, tmp_path, capsys):
+    (tmp_path / f"a{kind}").write_bytes(KINDS[kind](LINES * 9)[:-9] + b"\xff")
+    if kind != ".jsonl":  # of which a line would be skipped
+        assert prepare(tmp_path / "data", "--input", tmp_path / f"a{kind}") == 2
+        assert f"a{kind} can't be read: " in capsys.readouterr().err
+        assert os.listdir(tmp_path) == [f"a{kind}"]
+
+
+def test_a_record_without_text_is_skipped_counted_and_named(tmp_path, capsys):
+    bad = [
+        b"text",
+        b'["text"]',
+        b'{"txt": ""}',
+        b'{"text": 1}',
+        b'{"text": null}',
+        b'{"text": "\xff"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*LINES.splitlines(), *bad, b'{"text": ""}']))
+    assert documents(tmp_path / "a.jsonl")[0] == [*TEXTS, b""]
+    assert prepare(tmp_path / "data", "--input", tmp_path / "a.jsonl") == 0
+    printed = capsys.readouterr().out
+    assert f"skipped: 6 documents, no text under --text-field text in {tmp_path}" in printed
+    assert "skipped: 1 documents, empty" in printed
+
+
+def test_the_text_field_is_what_it_is_called(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES.replace(b'text"', b'content"'))
+    assert documents(tmp_path / "a.jsonl", field="content") == (TEXTS, {})
+
+
+def test_folders_and_patterns_are_read_sorted_once_and_without_hidden_files(texts):
     (texts / ".git").mkdir()
-    for name in (".hidden.txt", ".git/config"):
+    for name in (".hidden.txt", ".git/config", "[1].txt"):
         (texts / name).touch()
-    assert prepare_data.files_in([texts]) == [texts / f"{n:02}.txt" for n in range(40)]
+    expected = [str(texts / f"{n:02}.txt") for n in range(40)]
+    assert prepare_data.files_in([str(texts)]) == [*expected, str(texts / "[1].txt")]
+    assert prepare_data.files_in([str(texts / "[0-9]*"), str(texts / "0*")]) == expected
+    assert prepare_data.files_in([str(texts / "[1].txt")]) == [str(texts / "[1].txt")]
 
 
-def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
-    lines = b'{"text": "a\\nb"}\n{"id": 7, "text": "\\u00e9"}\n{"text": ""}\n'
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    assert list(prepare_data.documents([tmp_path / "a.jsonl"])) == [b"a\nb", b"\xc3\xa9"]
+def test_an_extra_that_is_missing_is_named_with_its_cure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.jsonl.zst").touch()
+    assert prepare(tmp_path / "data", "--input", tmp_path / "a.jsonl.zst") == 2
+    assert "pip install pyarrow" in capsys.readouterr().err
 
 
-GOOD_LINE = b'{"text": "%b"}\n' % (b"x" * 2000)  # a shard is on the disk before the error
-BAD_LINES = b"text", b'["text"]', b'{"txt": ""}', b'{"text": 1}', b'{"text": "caf\xe9"}'
+MISTAKES = {
+    "no file": (["--input", "nowhere"], "--input nowhere does not exist"),
+    "no text": (["--input", "empty"], "the input has 0 tokens, too few: name more with --input"),
+    "a word": (["--input", "word"], "the input has 5 tokens, too few"),
+    "nothing to verify": (["--verify"], "0 of the 0 shards"),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "why"),
-    [
-        ("nowhere", b"", "nowhere does not exist"),
-        ("a.jsonl", b"", "the input holds no text"),
-        *(("a.jsonl", GOOD_LINE + line, "a.jsonl, line 2") for line in BAD_LINES),
-    ],
-    ids=["no file", "no text", "no JSON", "no object", "no field", "no string", "no UTF-8"],
-)
-def test_a_bad_input_is_refused_and_leaves_nothing_behind(name, content, why, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_bytes(content)
-    assert prepare(tmp_path / "data", "--input", tmp_path / name, "--shard-tokens", 1024) == 2
-    assert why in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(mistake, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("word").write_text("word")
+    flags, why = MISTAKES[mistake]
+    assert prepare("data", *flags) == 2
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1
+    assert sorted(os.listdir()) == ["empty", "word"]
 
 
 def test_an_existing_folder_is_refused_and_kept(texts, capsys):
-    before = {file.name: file.read_bytes() for file in texts.iterdir()}
+    before = content(texts)
     assert prepare(texts, "--input", texts) == 2
     assert "exists; name another, or remove it" in capsys.readouterr().err
-    assert before == {file.name: file.read_bytes() for file in texts.iterdir()}
+    assert before == content(texts)
 
 
-def test_the_standard_library_is_this_pythons_source():
-    files = prepare_data.standard_library()
-    assert {Path(json.__file__), Path(random.__file__)} <= set(files)
-    assert {file.suffix for file in files} == {".py"} and files == sorted(files)
-    assert not any("site-packages" in file.parts for file in files)
-    assert sum(file.stat().st_size for file in files) > 5_000_000
+# --------------------------------------------------------------------------------------------------
+# Shards
+
+
+def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
+    flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", 0.3)
+    assert prepare(tmp_path / "data", *flags) == 0
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
+    assert set(manifest) == {"tokenizer", "train", "val"}
+    for split in (manifest["train"], manifest["val"]):
+        tokens = []
+        for entry in split["shards"]:
+            shard = dataloader.open_entry(tmp_path / "data", entry)  # checks tokens and CRCs
+            ids = shard.read(0, shard.num_tokens).tolist()
+            assert (entry["largest_id"], entry["bytes"]) == (max(ids), shard.path.stat().st_size)
+            tokens += ids
+        found = {"tokens": len(tokens), "documents": tokens.count(256)}
+        found |= {"bytes": len(tokens) - tokens.count(256)}
+        assert split == {"shards": split["shards"], **found}
+
+
+def test_validation_is_drawn_by_document_and_by_seed(tmp_path):
+    drawn, lines = set(), [b"%d" % n for n in range(1000)]
+    for seed in range(5):
+        args = prepare_data.parse_args(["--val-fraction", "0.5", "--seed", str(seed)])
+        found = list(prepare_data.batches(([line] for line in lines), args, Counter()))
+        texts = {split: [text for b in found if b.split == split for _, text in b.parts]
+                 for split in ("train", "val")}  # fmt: skip
+        assert sorted(texts["train"] + texts["val"]) == sorted(lines)  # so none is in both
+        assert texts["train"][0] == b"0" and 437 < len(texts["val"]) < 563  # 500, 4 deviations
+        drawn.add(tuple(texts["val"]))
+    assert len(drawn) == 5
+
+
+def test_of_a_single_document_the_last_tenth_is_validation(tmp_path):
+    (tmp_path / "book.txt").write_bytes(bytes(range(97, 123)) * 100)
+    assert prepare(tmp_path / "data", "--input", tmp_path / "book.txt") == 0
+    data = open_folder(tmp_path / "data")
+    assert (
+        stream(data.train) + stream(data.val) == [256, *range(97, 123)] * 1 + [*range(97, 123)] * 99
+    )
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
+    counts = [
+        {k: manifest[s][k] for k in ("documents", "bytes", "tokens")} for s in ("train", "val")
+    ]
+    assert counts == [{"documents": 1, "bytes": 2340, "tokens": 2341},
+                      {"documents": 0, "bytes": 260, "tokens": 260}]  # fmt: skip
+
+
+def test_a_flipped_bit_is_found_by_verify_and_by_the_loader(texts, tmp_path, capsys):
+    folder = tmp_path / "data"
+    assert prepare(folder, "--input", texts, "--shard-tokens", 10_000) == 0
+    assert prepare(folder, "--verify") == 0
+    shard = bytearray((folder / "train_000001.bin").read_bytes())
+    shard[5000] ^= 1
+    (folder / "train_000001.bin").write_bytes(shard)
+    capsys.readouterr()
+    assert prepare(folder, "--verify") == 2
+    out, err = capsys.readouterr()
+    assert "train_000000.bin: good" in out and "train_000001.bin is damaged: its tokens 0 to" in out
+    assert "1 of the 5 shards" in err
+    loader = dataloader.ShardLoader(open_folder(folder).train, B=1, T=100)
+    with pytest.raises(OSError, match="train_000001.bin is damaged"):
+        [loader.next_batch() for _ in range(len(loader))]
+
+
+def test_a_dry_run_writes_nothing_and_its_estimate_is_near(texts, tmp_path, capsys):
+    lines = b"".join(b'{"text": "%s"}\n' % os.urandom(500).hex().encode() for _ in range(20_000))
+    (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(lines, 1))  # 20 MB
+    flags = ("--input", texts, tmp_path / "z.jsonl.gz")
+    assert prepare(tmp_path / "data", *flags, "--dry-run") == 0
+    guess = capsys.readouterr().out
+    assert not list(tmp_path.glob("data*"))
+    assert prepare(tmp_path / "data", *flags) == 0
+    tokens = sum(shard.num_tokens for shard in open_folder(tmp_path / "data").train)
+    assert float(guess.split(" files, ")[1].split("M tokens")[0]) * 1e6 == pytest.approx(
+        tokens, rel=0.3
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Killed and repeated
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_at_any_write_the_same_command_goes_on(texts, tmp_path, monkeypatch):
+    flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", 0.3)
+    monkeypatch.setattr(prepare_data, "PIECE", 700)
+    assert prepare(tmp_path / "whole", *flags) == 0
+    calls, kill_at = 0, 0
+
+    def counting(function):
+        def killer(*args):
+            nonlocal calls
+            calls += 1
+            if calls == kill_at:
+                raise Killed
+            return function(*args)
+
+        return killer
+
+    for module, name in ((os, "replace"), (os, "fsync"), (prepare_data, "describe")):
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
+    assert prepare(tmp_path / "counted", *flags) == 0
+    most, kept = calls, 0
+    for k in range(1, most + 1, 7):
+        folder, calls, kill_at = tmp_path / f"killed{k}", 0, k
+        with pytest.raises(Killed):
+            prepare(folder, *flags)
+        entries = prepare_data.read_manifest(folder.with_name(f"{folder.name}.unfinished"))
+        kept += len(entries["train"]["shards"])
+        kill_at = 0
+        assert prepare(folder, *flags) == 0
+        assert content(folder) == content(tmp_path / "whole")
+    assert most > 100 and kept > 100
+
+
+def start(folder: Path, texts: Path, *flags) -> subprocess.Popen:
+    flags = ["--input", texts, "--data-dir", folder, "--shard-tokens", "20000", *flags]
+    with open(texts.with_name("errors"), "w") as errors:
+        return subprocess.Popen([sys.executable, PROGRAM, *flags], stderr=errors)
+
+
+def wait_for(path: Path, process: subprocess.Popen):
+    while not path.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def much_text(tmp_path) -> Path:
+    """8 MB of source code, which GPT-2's encoder takes a second or two for."""
+    (tmp_path / "much").mkdir()
+    size, files = 0, prepare_data.standard_library()
+    for n, file in enumerate(files):
+        if size < 8_000_000:
+            (tmp_path / "much" / f"{n:05}.py").write_bytes(Path(file).read_bytes())
+            size += os.path.getsize(file)
+    return tmp_path / "much"
+
+
+@NEEDS_GPT2
+def test_a_killed_run_keeps_its_shards_and_a_second_run_is_refused(much_text, tmp_path, capsys):
+    flags = ("--tokenizer", "gpt2", "--workers", "1")
+    folder = tmp_path / "data.unfinished"
+    process = start(tmp_path / "data", much_text, *flags)
+    wait_for(folder / "train_000004.bin", process)
+    again = start(tmp_path / "data", much_text, *flags)
+    assert again.wait() == 2
+    assert "is being written by another process" in (tmp_path / "errors").read_text()
+    process.kill()
+    process.wait()
+    first = (folder / "train_000000.bin").stat()
+    assert start(tmp_path / "data", much_text, *flags, "--seed", "7").wait() == 2
+    assert "was begun with other input or other flags" in (tmp_path / "errors").read_text()
+    assert start(tmp_path / "data", much_text, *flags).wait() == 0
+    kept = (tmp_path / "data" / "train_000000.bin").stat()
+    assert (first.st_ino, first.st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns)
+    assert start(tmp_path / "whole", much_text, *flags).wait() == 0
+    assert content(tmp_path / "data") == content(tmp_path / "whole")
+
+
+@NEEDS_GPT2
+@pytest.mark.slow
+def test_killed_at_20_random_moments_the_folder_is_the_same(much_text, tmp_path):
+    flags, rng = ("--tokenizer", "gpt2", "--workers", "2"), random.Random(0)
+    begin = time.monotonic()
+    assert start(tmp_path / "whole", much_text, *flags).wait() == 0
+    longest = time.monotonic() - begin
+    kills = rounds = 0
+    while kills < 20:
+        folder, rounds = tmp_path / f"killed{rounds}", rounds + 1
+        while not folder.exists():
+            process = start(folder, much_text, *flags)
+            try:
+                process.wait(rng.uniform(0.2, 1) * longest)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                kills += 1
+            assert process.wait() in (0, -9)
+        assert content(folder) == content(tmp_path / "whole")
+
+
+def test_workers_end_when_their_parent_is_killed(much_text, tmp_path):
+    if not Path("/proc/self/task").exists() or missing_vocab():
+        pytest.skip("needs /proc and GPT-2's vocabulary")
+    process = start(tmp_path / "data", much_text, "--tokenizer", "gpt2", "--workers", "2")
+    wait_for(tmp_path / "data.unfinished" / "train_000001.bin", process)
+    children = read(Path(f"/proc/{process.pid}/task/{process.pid}/children")).split()
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(
+        Path(f"/proc/{child}").exists() and time.monotonic() < deadline for child in children
+    ):
+        time.sleep(0.05)
+    assert len(children) > 1 and time.monotonic() < deadline
+
+
+# --------------------------------------------------------------------------------------------------
+# Downloads
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves server.files, each request with the next of server.faults."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        server, name = self.server, self.path.rpartition("/")[2]
+        fault = server.faults.pop(0) if server.faults else ""
+        body = server.files.get(name, b"")
+        etag = f'"{hashlib.md5(body).hexdigest()}"'
+        begin = int(self.headers.get("Range", "bytes=0-")[6:-1])
+        if self.headers.get("If-Range") != etag and not server.careless or "ignore" in fault:
+            begin = 0
+        server.begins.append(begin)
+        if fault in ("404", "503") or name not in server.files:
+            self.send_error(int(fault or 404))
+            return
+        self.send_response(206 if begin else 200)
+        if begin:
+            self.send_header("Content-Range", f"bytes {begin}-{len(body) - 1}/{len(body)}")
+        if not server.no_version:
+            self.send_header("ETag", etag)
+        self.send_header("Content-Length", str(len(body) - begin))
+        self.end_headers()
+        rest = body[begin:]
+        self.wfile.write(rest[: len(rest) // 2] if fault in ("short", "stall") else rest)
+        if fault == "stall":
+            self.wfile.flush()
+            server.released.wait(5)
+        self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+def shard(seed: int) -> bytes:
+    tokens = np.random.default_rng(seed).integers(0, 50257, 300_000)
+    return dataloader.shard_header(len(tokens)) + tokens.astype("<u2").tobytes()
+
+
+NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(prepare_data, "PAUSE_S", 0)
+    monkeypatch.setattr(prepare_data, "TIMEOUT_S", 0.5)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.files = {name: shard(seed) for seed, name in enumerate(NAMES)}
+    server.faults, server.begins = [], []
+    server.careless = server.no_version = False
+    server.released = threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.released.set()
+    server.shutdown()
+    server.server_close()
+
+
+def download(folder: Path, server, shards: int = 1) -> int:
+    mirror = f"http://127.0.0.1:{server.server_address[1]}/some/folder"
+    return prepare(folder, "--download", "fineweb", "--shards", shards, "--mirror", mirror)
+
+
+def is_good(folder: Path, server, shards: int = 1) -> bool:
+    """Whether folder holds the server's shards and nothing else, and the trainer's loader and
+    --verify find them whole."""
+    files = content(folder)
+    files.pop("manifest.json")
+    data = open_folder(folder)
+    whole = (data.tokenizer, data.largest_id < 50257, prepare(folder, "--verify")) == (
+        "gpt2",
+        True,
+        0,
+    )
+    return whole and files == {name: server.files[name] for name in NAMES[: shards + 1]}
+
+
+@pytest.mark.parametrize("fault", ["short", "stall", "503"])
+def test_a_download_that_breaks_is_gone_on_with(fault, server, tmp_path):
+    server.faults = [fault, "", fault, fault]
+    assert download(tmp_path / "data", server) == 0
+    assert is_good(tmp_path / "data", server)
+    size, begins = len(server.files[NAMES[0]]), [0]
+    for _ in range(2):  # half of the rest comes, in blocks of 64 KiB
+        rest = 0 if fault == "503" else (size - begins[-1]) // 2
+        begins.append(begins[-1] + rest // 65536 * 65536)
+    assert server.begins == [*begins[:2], *begins]
+
+
+def test_a_server_without_ranges_sends_all_again(server, tmp_path):
+    server.faults = ["short", "ignore"]
+    assert download(tmp_path / "data", server) == 0
+    assert is_good(tmp_path / "data", server) and server.begins[:2] == [0, 0]
+
+
+def test_without_a_version_nothing_is_joined(server, tmp_path):
+    server.no_version = server.careless = True
+    server.faults = ["short", "short"]
+    assert download(tmp_path / "data", server) == 0
+    assert is_good(tmp_path / "data", server)
+
+
+@pytest.mark.parametrize("careless", [True, False], ids=["ignores If-Range", "knows If-Range"])
+def test_a_content_that_changes_halfway_is_fetched_anew(careless, server, tmp_path, capsys):
+    server.careless, server.faults = careless, ["short"] * 6
+    assert download(tmp_path / "data", server) == 2
+    assert f"/some/folder/{NAMES[0]}: " in capsys.readouterr().err
+    assert [file.suffix for file in (tmp_path / "data").iterdir()].count(".part") == 1
+    server.files[NAMES[0]] = shard(9)
+    assert download(tmp_path / "data", server) == 0
+    assert is_good(tmp_path / "data", server)
+
+
+def test_a_content_that_changes_later_is_refused(server, tmp_path, capsys):
+    assert download(tmp_path / "data", server) == 0
+    (tmp_path / "data" / NAMES[1]).unlink()
+    old, server.files[NAMES[1]] = server.files[NAMES[1]], shard(9)
+    assert download(tmp_path / "data", server) == 2
+    hashes = (hashlib.sha256(content).hexdigest() for content in (server.files[NAMES[1]], old))
+    assert (
+        "has changed: SHA-256 {}, at the first fetch {}".format(*hashes) in capsys.readouterr().err
+    )
+    assert not (tmp_path / "data" / NAMES[1]).exists()
+    server.files[NAMES[1]] = old
+    assert download(tmp_path / "data", server, 2) == 0  # and one more
+    assert is_good(tmp_path / "data", server, 2)
+
+
+PAGES = {
+    "404": ({}, "404"),
+    "page": (
+        {NAMES[0]: b"<html>not found</html>" * 100},
+        "is not a whole token shard: starts with",
+    ),
+    "cut": ({NAMES[0]: shard(0)[:-2]}, "holds 299,999 tokens, its header says 300,000"),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_no_shard_is_refused_in_one_line_and_not_kept(page, server, tmp_path, capsys):
+    server.files, why = PAGES[page]
+    assert download(tmp_path / "data", server) == 2
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1 and len(server.begins) == 1
+    assert set(os.listdir(tmp_path / "data")) <= {"lock"}
+
+
+def test_a_shard_that_is_there_is_not_fetched_again(server, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in NAMES[:2]:
+        (tmp_path / "data" / name).write_bytes(server.files[name])
+    assert download(tmp_path / "data", server) == 0
+    assert is_good(tmp_path / "data", server) and server.begins == []
+    write_shard(tmp_path / "stray.bin", np.zeros(9))
+
+
+def test_more_shards_than_there_are_is_a_mistake(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        prepare(tmp_path / "data", "--download", "fineweb", "--shards", 104)
+    assert end.value.code == 2
+    assert "--shards 104: fineweb has 103, name 1 to 103" in capsys.readouterr().err
