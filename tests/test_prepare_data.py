@@ -55,18 +55,20 @@ def texts(tmp_path) -> Path:
 # Tokens
 
 
-def are_dealt_out(documents: list[list[int]], folder: Path):
+def are_dealt_out(documents: list[list[int]], folder: Path) -> bool:
     """Whether train and val hold these documents, each once, each whole, in their order."""
     data = open_folder(folder)
     end = documents[0][:1]
-    rests = [stream(data.train), stream(data.val)]
+    streams = [np.array(stream(shards) + end) for shards in (data.train, data.val)]
+    read = [0, 0]
     for tokens in documents:
-        whole = tokens + end
-        fits = [rest for rest in rests if (rest + end)[: len(whole)] == whole]
-        if not fits:
+        whole = [*tokens, *end]
+        nexts = (s[at : at + len(whole)] for s, at in zip(streams, read, strict=True))
+        fits = [np.array_equal(found, whole) for found in nexts]
+        if True not in fits:
             return False
-        del fits[0][: len(tokens)]
-    return rests == [[], []]
+        read[fits.index(True)] += len(tokens)
+    return read == [len(s) - 1 for s in streams]
 
 
 def check_workers_and_shards(files: list, shard_tokens: int, tmp_path: Path):
