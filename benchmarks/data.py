@@ -3,11 +3,11 @@
     python benchmarks/data.py                        # both
     python benchmarks/data.py --only tokenizing --megabytes 600 --workers 1 2
 
-Tokenizing: GPT-2's tokens of the Python source on this machine, by prepare_data.py and by the usual
-way, in turns: a multiprocessing pool over the documents, encode_ordinary and np.array of its list,
-tokens gathered in an array of a shard's size. Both are whole programs, from start to shards on disk,
-with as many processes, on the same files. Beside them the rate of tiktoken's encoder alone, in one
-process, of text in memory.
+Tokenizing: GPT-2's tokens of the Python source on this machine, by prepare_data.py and by the
+usual way, in turns: a multiprocessing pool over the documents, encode_ordinary and np.array of its
+list, tokens gathered in an array of a shard's size. Both are whole programs, from start to shards
+on disk, with as many processes, on the same files. Beside them the rate of tiktoken's encoder
+alone, in one process, of text in memory.
 
 Loading: 1,000 shards of 100 million tokens, sparse, are opened in a fresh process, with a manifest
 and without; then batches are read from two whole shards in the page cache, by one core.
@@ -189,11 +189,9 @@ def sparse_shards(folder: Path, manifest: bool):
 
 def opening(folder: Path) -> dict[str, float]:
     """In this fresh process: opening the folder, and reading sequences of a shuffled epoch."""
-    import resource
-
     import dataloader
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_kib()
     start = time.perf_counter()
     data = dataloader.open_folder(folder)
     loader = dataloader.ShardLoader(data.train, 64, 1024, seed=1)
@@ -203,8 +201,13 @@ def opening(folder: Path) -> dict[str, float]:
     for number in places:
         loader[number]
     each = (time.perf_counter() - start) / len(places)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"open_s": seconds, "open_mib": (peak - before) / 1024, "random_access_us": 1e6 * each}
+    mib = (peak_kib() - before) / 1024
+    return {"open_s": seconds, "open_mib": mib, "random_access_us": 1e6 * each}
+
+
+def peak_kib() -> int:
+    """The most memory that this process had so far."""
+    return int(re.search(r"VmHWM:\s*(\d+)", read(Path("/proc/self/status")))[1])
 
 
 def batches(work: Path) -> dict[str, float]:
