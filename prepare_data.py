@@ -48,7 +48,7 @@ from tqdm import tqdm
 import dataloader
 from dataloader import CHUNK, HEADER_BYTES, MANIFEST, TOKEN, VOCAB_SIZES, Shard, open_shard
 
-PIECE = 1 << 19  # bytes of text that are read, cut and encoded at a time
+PIECE = 1 << 18  # bytes of text that are read at a time, and at most doubled in one to encode
 RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files of many documents
 BAR = {"unit": "B", "unit_scale": True, "disable": None}  # shown where there is a terminal
 TRIES, PAUSE_S, TIMEOUT_S = 6, 1, 30  # of a download; the pause doubles with each try
@@ -134,9 +134,12 @@ def documents(files: list[str], text_field: str, skipped: Counter) -> Iterator[I
                     skipped[f"no text under --text-field {text_field} in {file}"] += 1
 
 
-# GPT-2's pattern begins a token at each space or line end that follows something visible, whatever
-# comes after it. Left out: bytes that may end a space of more than one byte, such as U+00A0.
-BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])[ \n]")
+# Where GPT-2's pattern begins a token, whatever comes before and after: at a space or line end that
+# follows something visible, and at the last one of several before something visible. A byte that
+# may end a space of more than one byte, such as U+00A0, does not count as visible.
+BOUNDARY = re.compile(
+    rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])[\t-\r ]|(?<=[\t-\r ])[\t-\r ](?=[!-~])"
+)
 
 
 def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -156,12 +159,11 @@ def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 @dataclass
 class Batch:
-    """About PIECE bytes of text, of one document or many, for one split."""
+    """About 2 * PIECE bytes of text, of one document or many, for one split."""
 
     split: str
     crc32: int = 0  # of all text read so far
     size: int = 0  # bytes
-    documents: int = 0  # that begin here
     parts: list[tuple[bool, bytes]] = field(default_factory=list)  # does a document begin?, text
 
 
@@ -176,12 +178,12 @@ def batches(texts: Iterable[Iterable], args: Namespace, skipped: Counter) -> Ite
         for piece in pieces(blocks):
             batch, crc = growing[split], zlib.crc32(piece, crc)
             batch.parts.append((begins, piece))
-            batch.size, batch.documents = batch.size + len(piece), batch.documents + begins
-            batch.crc32, begins = crc, False
-            if batch.size >= PIECE:
+            batch.crc32, batch.size, begins = crc, batch.size + len(piece), False
+            if batch.size >= 2 * PIECE:
                 yield batch
                 growing[split] = Batch(split)
-        skipped.update(["empty"] * begins)
+        if begins:
+            skipped["empty"] += 1
     yield from growing.values()
 
 
@@ -234,11 +236,11 @@ TOKENIZERS = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer}
 
 def encode(tokenizer: str, batch: Batch) -> np.ndarray:
     """The tokens of a batch, uint16."""
-    encode, end_of_text = TOKENIZERS[tokenizer]().encode, [VOCAB_SIZES[tokenizer] - 1]
-    tokens = [[]]
+    encode, tokens = TOKENIZERS[tokenizer]().encode, [np.empty(0, TOKEN)]
+    end_of_text = np.array([VOCAB_SIZES[tokenizer] - 1], TOKEN)
     for begins, text in batch.parts:
         tokens += [end_of_text] * begins + [encode(text)]
-    return np.concatenate(tokens).astype(TOKEN)
+    return np.concatenate(tokens, dtype=TOKEN, casting="unsafe")
 
 
 def follow_parent():
@@ -304,10 +306,15 @@ class Split:
     shards: list[dict] = field(default_factory=list)  # the finished ones
 
     def account(self) -> dict:
+        """What the manifest says, once all of it is on the disk."""
+        path, fill = self.growing()
+        if fill > 0:
+            with open(path, "r+b") as f:
+                os.fsync(f.fileno())
         return {k: getattr(self, k) for k in ("documents", "bytes", "tokens", "shards")}
 
     def growing(self) -> tuple[Path, int]:
-        """The shard that is not finished, and the tokens in it."""
+        """The shard that is not finished, and the tokens in it; below 0 behind a short last one."""
         path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
         return path, self.tokens - len(self.shards) * self.shard_tokens
 
@@ -330,7 +337,7 @@ class Split:
     def finish(self):
         """Give the growing shard, if it holds anything, its header and its entry."""
         path, fill = self.growing()
-        if fill:
+        if fill > 0:
             with open(path, "r+b") as f:
                 f.write(dataloader.shard_header(fill))
                 f.truncate(HEADER_BYTES + fill * TOKEN.itemsize)
@@ -360,13 +367,14 @@ def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> 
         if batch.crc32 != crc32:
             why = f"{folder} was begun with other input or other flags"
             raise ValueError(f"{why}: repeat those, or remove the folder")
+    bar.initial = bar.n = train.bytes + val.bytes
     for batch, tokens in in_order(todo, args.tokenizer, args.workers):
-        finished = splits[batch.split].append(tokens, batch.documents, batch.size)
-        done += 1
-        if finished:
-            accounts = {name: split.account() for name, split in splits.items()}
+        num_documents, done = sum(begins for begins, _ in batch.parts), done + 1
+        if splits[batch.split].append(tokens, num_documents, batch.size):
+            accounts = {"train": train.account(), "val": val.account()}
             save_manifest(folder, **accounts, unfinished=(done, batch.crc32))
-        bar.set_postfix(documents=train.documents + val.documents, tokens=train.tokens + val.tokens)
+        so_far = {"documents": train.documents + val.documents, "tokens": train.tokens + val.tokens}
+        bar.set_postfix(so_far, refresh=False)
         bar.update(batch.size)
     if not val.tokens and train.tokens:
         train.give_tenth(val, tokenizer.lengths)
@@ -539,33 +547,31 @@ def parse_args(argv: list[str] | None) -> Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    add = parser.add_argument
-    add("--input", nargs="+", help="files, folders, 'patterns'; none: Python's standard library")
+    add, source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    source("--input", nargs="+", help="files, folders, 'patterns'; none: Python's standard library")
+    source("--download", choices=list(CORPORA), help="fetch tokens that others published instead")
+    source("--verify", action="store_true", help="compare the shards with their manifest instead")
     add("--data-dir", type=Path, help="folder to write; none: data/CORPUS")
     add("--tokenizer", default="bytes", choices=list(TOKENIZERS), help="GPT-2's, or bytes")
     add("--text-field", default="text", help="where a line or row has its text")
     add("--shard-tokens", type=int, default=100_000_000, help="tokens per shard")
-    add("--val-fraction", type=float, default=0.01, help="documents for validation, 0 to 0.5")
+    add("--val-fraction", type=float, default=0.01, help="documents for validation")
     add("--seed", type=int, default=1337, help="seed of which documents these are")
     add("--workers", type=int, help="processes; none: one per core, for bytes 0: this one")
     add("--dry-run", action="store_true", help="say how much disk and time it takes, from a sample")
-    add("--download", choices=list(CORPORA), help="tokens that others published, instead of text")
     add("--shards", type=int, default=100, help="training shards to download, of 100M tokens")
     add("--mirror", help="address of the folder to download them from")
-    add("--verify", action="store_true", help="compare the shards in --data-dir with the manifest")
     args = parser.parse_args(argv)
     if args.workers is None:
         args.workers = 0 if args.tokenizer == "bytes" else os.cpu_count()
     if args.input and not args.data_dir:
         parser.error("--input needs --data-dir, the folder to write")
     args.data_dir = args.data_dir or Path("data", args.download or f"stdlib-{args.tokenizer}")
-    most = CORPORA[args.download][2] if args.download else args.shards
-    if not 1 <= args.shards <= most:
-        parser.error(f"--shards {args.shards}: {args.download} has {most}, name 1 to {most}")
-    if args.shard_tokens < 1024:
-        parser.error(f"--shard-tokens {args.shard_tokens} must be at least 1,024")
-    if not 0 <= args.val_fraction <= 0.5:
-        parser.error(f"--val-fraction {args.val_fraction} must be 0 to 0.5")
+    ranges = {"shard-tokens": (1024, 2**31 - 1), "val-fraction": (0, 0.5), "workers": (0, 999)}
+    ranges["shards"] = 1, CORPORA[args.download or "fineweb-edu"][2]
+    for name, (least, most) in ranges.items():
+        if not least <= (value := getattr(args, name.replace("-", "_"))) <= most:
+            parser.error(f"--{name} {value} must be {least:,} to {most:,}")
     return args
 
 

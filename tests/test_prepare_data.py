@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,7 +112,10 @@ AWKWARD = [
     "\N{GRINNING FACE}\N{ZERO WIDTH JOINER}".encode(), "\u00a0 \u3000\n\u2028 \x85 a".encode(),
     b"it's we'll 'tis", b"\n\n  def f():\n\t\treturn 1\n", "\u4f60\u597d \u4e16\u754c\n".encode(),
 ]  # fmt: skip
-DOCUMENT = st.lists(st.sampled_from(AWKWARD) | st.binary(max_size=9) | st.text().map(str.encode))
+SPACES = st.text(" \t\n\r\f\x1c\x85\u00a0\u3000a'1", max_size=60).map(str.encode)
+DOCUMENT = st.lists(
+    SPACES | st.sampled_from(AWKWARD) | st.binary(max_size=9) | st.text().map(str.encode)
+)
 
 
 def fuzzed(documents: list[bytes], tokenizer: str, shard_tokens: int) -> list[int]:
@@ -124,7 +126,8 @@ def fuzzed(documents: list[bytes], tokenizer: str, shard_tokens: int) -> list[in
         patch.setattr(prepare_data, "PIECE", 16)
         split = prepare_data.Split(Path(folder), "train", shard_tokens)
         for batch in prepare_data.batches(blocks, args, Counter()):
-            split.append(prepare_data.encode(tokenizer, batch), batch.documents, batch.size)
+            tokens = prepare_data.encode(tokenizer, batch)
+            split.append(tokens, sum(begins for begins, _ in batch.parts), batch.size)
         split.finish()
         shards = [dataloader.open_entry(Path(folder), entry) for entry in split.shards]
         assert all(shard.num_tokens == shard_tokens for shard in shards[:-1])
@@ -689,11 +692,20 @@ def test_a_shard_that_is_there_is_not_fetched_again(server, tmp_path):
         (tmp_path / "data" / name).write_bytes(server.files[name])
     assert download(tmp_path / "data", server) == 0
     assert is_good(tmp_path / "data", server) and server.begins == []
-    write_shard(tmp_path / "stray.bin", np.zeros(9))
 
 
-def test_more_shards_than_there_are_is_a_mistake(tmp_path, capsys):
+FLAGS = {
+    "--download fineweb --shards 104": "--shards 104 must be 1 to 103",
+    "--shard-tokens 1000": "--shard-tokens 1000 must be 1,024 to 2,147,483,647",
+    "--val-fraction 1": "--val-fraction 1.0 must be 0 to 0.5",
+    "--workers -1": "--workers -1 must be 0 to 999",
+    "--input book.txt": "--input needs --data-dir",
+    "--input book.txt --download fineweb": "--download: not allowed with argument --input",
+}
+
+
+@pytest.mark.parametrize("line", FLAGS)
+def test_flags_out_of_range_are_refused(line, capsys):
     with pytest.raises(SystemExit) as end:
-        prepare(tmp_path / "data", "--download", "fineweb", "--shards", 104)
-    assert end.value.code == 2
-    assert "--shards 104: fineweb has 103, name 1 to 103" in capsys.readouterr().err
+        prepare_data.main(line.split())
+    assert end.value.code == 2 and FLAGS[line] in capsys.readouterr().err
