@@ -355,27 +355,43 @@ class Split:
         other.append(tokens, documents, size)
 
 
+def skip_done(todo: Iterator[Batch], done: int, crc32: int, folder: Path):
+    """Read again the batches that are done; ValueError if they are not what they were."""
+    for batch in deque(islice(todo, done), maxlen=1):
+        if batch.crc32 != crc32:
+            why = f"{folder} was begun with other input or other flags"
+            raise ValueError(f"{why}: repeat those, or remove the folder")
+
+
+def show(bar: tqdm, size: int, train: Split, val: Split):
+    bar.update(size)
+    documents, tokens = train.documents + val.documents, train.tokens + val.tokens
+    rate = (bar.format_dict["rate"] or 0) * tokens / max(train.bytes + val.bytes, 1)
+    text = f"{documents:,} documents, {tokens / 1e6:,.1f}M tokens, {rate / 1e6:.1f}M tokens/s"
+    bar.set_postfix_str(text, refresh=False)
+
+
 def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> Counter:
     """Write into folder what is not there yet of the files' shards, and the manifest. Returns how
     many documents were skipped, by reason."""
-    tokenizer, skipped, kept = TOKENIZERS[args.tokenizer](), Counter(), read_manifest(folder)
+    if args.tokenizer == "gpt2" and dataloader.missing_vocab():
+        gpt2_tokenizer()  # downloads it, before the workers all do
+    skipped, kept = Counter(), read_manifest(folder)
+    if "tokenizer" in kept:
+        return skipped  # an earlier try was killed when it had all but the folder's name
     splits = {s: Split(folder, s, args.shard_tokens, **kept[s]) for s in ("train", "val")}
     train, val = splits.values()
     done, crc32 = kept.get("unfinished", (0, 0))
     todo = batches(documents(files, args.text_field, skipped), args, skipped)
-    for batch in deque(islice(todo, done), maxlen=1):  # reads again what is done
-        if batch.crc32 != crc32:
-            why = f"{folder} was begun with other input or other flags"
-            raise ValueError(f"{why}: repeat those, or remove the folder")
+    skip_done(todo, done, crc32, folder)
     bar.initial = bar.n = train.bytes + val.bytes
     for batch, tokens in in_order(todo, args.tokenizer, args.workers):
         num_documents, done = sum(begins for begins, _ in batch.parts), done + 1
         if splits[batch.split].append(tokens, num_documents, batch.size):
             accounts = {"train": train.account(), "val": val.account()}
             save_manifest(folder, **accounts, unfinished=(done, batch.crc32))
-        so_far = {"documents": train.documents + val.documents, "tokens": train.tokens + val.tokens}
-        bar.set_postfix(so_far, refresh=False)
-        bar.update(batch.size)
+        show(bar, batch.size, train, val)
+    tokenizer = TOKENIZERS[args.tokenizer]()  # now, since loading it takes a while
     if not val.tokens and train.tokens:
         train.give_tenth(val, tokenizer.lengths)
     if not val.tokens:
@@ -391,43 +407,45 @@ def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> 
 # Commands
 
 
-def estimate(files: list[str], args: Namespace) -> tuple[int, int, float]:
-    """Bytes of text, tokens and seconds of work of all files, from the beginnings of a few."""
-    encode, by_size = TOKENIZERS[args.tokenizer]().encode, sorted(files, key=os.path.getsize)
-    size = text = encoded = tokens = seconds = 0
-    for file in by_size[:: -1 - len(files) // 16]:  # the largest ones among them
-        sample = bytearray()
+def sample(files: list[str], text_field: str) -> tuple[int, bytes]:
+    """About how many bytes of text the files hold, and some of it."""
+    sizes = {file: os.path.getsize(file) for file in files}
+    size, text, some = 0, 0.0, b""
+    for file in sorted(files, key=sizes.get)[:: -1 - len(files) // 16]:  # the largest among them
+        begin = bytearray()
         with open(file, "rb") as raw:
-            for block in texts_in(raw, args.text_field):
-                sample += block or b""
-                if len(sample) > 16 * PIECE:  # much more than a decompressor reads ahead
+            for block in texts_in(raw, text_field):
+                begin += block or b""
+                if len(begin) > 16 * PIECE:  # much more than a decompressor reads ahead
                     break
-            read = os.path.getsize(file) if raw.closed else raw.tell()  # closed: at the end
-        size += os.path.getsize(file)
-        text += len(sample) * os.path.getsize(file) / max(read, 1)
-        start = time.perf_counter()
-        tokens += len(encode(bytes(sample[: 1 << 15])))
-        seconds += time.perf_counter() - start
-        encoded += len(sample[: 1 << 15])
-    text *= sum(map(os.path.getsize, files)) / max(size, 1)
-    share = text / max(encoded, 1)
-    return int(text), int(tokens * share), seconds * share / max(args.workers, 1)
+            read = sizes[file] if raw.closed else raw.tell()  # a reader closes it at the end
+        size, text = size + sizes[file], text + len(begin) * sizes[file] / max(read, 1)
+        some += begin[: 1 << 15]
+    return int(text * sum(sizes.values()) / max(size, 1)), some
+
+
+def dry_run(files: list[str], args: Namespace):
+    """Print what preparing the files will take."""
+    size, some = sample(files, args.text_field)
+    tokenizer = TOKENIZERS[args.tokenizer]()
+    start = time.perf_counter()
+    num_tokens = len(tokenizer.encode(some)) * size / max(len(some), 1)
+    seconds = (time.perf_counter() - start) * size / max(len(some), 1) / max(args.workers, 1)
+    print(
+        f"about {size / 1e6:,.1f} MB of text in {len(files):,} files, {num_tokens / 1e6:,.1f}M"
+        f" tokens, {num_tokens * TOKEN.itemsize / 1e6:,.1f} MB of disk, {seconds:,.0f} s"
+    )
 
 
 def prepare(args: Namespace):
     """Write args.data_dir, under another name until it is whole."""
     files = files_in(args.input) if args.input else standard_library()
-    size, tokens, seconds = estimate(files, args)
     if args.dry_run:
-        disk = tokens * TOKEN.itemsize
-        print(
-            f"about {size / 1e6:,.1f} MB of text in {len(files):,} files,"
-            f" {tokens / 1e6:,.1f}M tokens, {disk / 1e6:,.1f} MB of disk, {seconds:,.0f} s"
-        )
-        return
+        return dry_run(files, args)
     if args.data_dir.exists():
         raise FileExistsError(f"--data-dir {args.data_dir} exists; name another, or remove it")
     folder = args.data_dir.with_name(f"{args.data_dir.name}.unfinished")
+    size, _ = sample(files, args.text_field)
     with dataloader.locked(folder), tqdm(total=size, **BAR) as bar:
         try:
             skipped = write_folder(folder, files, args, bar)
