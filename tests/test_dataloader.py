@@ -239,6 +239,37 @@ def test_a_shard_cut_while_in_use_is_an_error_that_names_it(shards):
         ShardLoader(shards, 44, T).next_batch()
 
 
+def with_crcs(shard: Shard) -> Shard:
+    return dataloader.open_entry(shard.path.parent, prepare_data.describe(shard))
+
+
+def test_crcs_change_no_token_at_any_place(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50257, 3 * dataloader.CHUNK + 7).astype("<u2")
+    write_shard(tmp_path / "a.bin", tokens)
+    shard = with_crcs(open_shard(tmp_path / "a.bin"))
+    assert len(shard.crcs) == 4 * 4
+    for start in (
+        0,
+        1,
+        dataloader.CHUNK - 1,
+        dataloader.CHUNK,
+        3 * dataloader.CHUNK,
+        len(tokens) - 9,
+    ):
+        for count in (1, 9, dataloader.CHUNK, len(tokens)):
+            wanted = tokens[start : start + count]
+            assert np.array_equal(shard.read(start, len(wanted)), wanted)
+
+
+def test_a_shard_that_is_written_over_while_in_use_is_an_error_that_names_it(shards):
+    checked = [with_crcs(shard) for shard in shards]
+    loader = ShardLoader(checked, 44, T)
+    loader.next_batch()
+    write_shard(shards[3].path, np.arange(64))  # as long as it was
+    with pytest.raises(OSError, match="train_3.bin is damaged: its tokens 0 to 64 are not whole"):
+        loader.next_batch()
+
+
 def test_a_sequence_longer_than_every_shard_is_refused(shards):
     assert len(ShardLoader(shards, B=1, T=100)) == 1
     why = "--seq-len 101 needs shards of 102 tokens, the longest has 101: try --seq-len 100"
@@ -253,6 +284,37 @@ def shuffle(length: int, seed=1, epoch=0, count: int | None = None) -> list[int]
 def test_shuffled_is_a_permutation():
     for length in (*range(1, 301), 10_007):
         assert sorted(shuffle(length)) == list(range(length))
+
+
+@pytest.mark.slow
+def test_shuffled_is_a_permutation_of_every_length_to_10_000():
+    for length in range(301, 10_001):
+        if length < 2000 or length % 17 == 0:  # the others differ in where the walk ends alone
+            assert sorted(shuffle(length, seed=length)) == list(range(length))
+
+
+def test_of_100_million_each_is_dealt_once_and_no_neighbours_stay_together():
+    length, starts = 100_000_000, range(0, 100_000_000, 1_000_003)
+    seen, orders = set(), []
+    for seed, epoch in ((1, 0), (1, 1), (2, 0)):
+        order = [
+            dataloader.shuffled(n, length, seed, epoch)
+            for start in starts
+            for n in (start, start + 1)
+        ]
+        assert len(set(order)) == len(order) and 0 <= min(order) and max(order) < length
+        steps = np.abs(np.diff(np.array(order).reshape(-1, 2)))
+        assert steps.min() > 1000 and abs(np.mean(steps) / length - 1 / 3) < 0.1  # 4 deviations
+        correlation = np.corrcoef(order, range(len(order)))[0, 1]
+        assert abs(correlation) < 0.3  # 4 deviations of 200 independent pairs
+        seen |= set(order)
+        orders.append(order)
+    assert len(seen) > 3 * len(orders[0]) - 3  # other seeds and epochs go other ways
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert abs(np.corrcoef(orders[a], orders[b])[0, 1]) < 0.3
+
+
+def test_shuffled_of_long_ranges_stays_inside_and_spreads():
     for length in (2**16 + 1, 10**9 + 7, 2**40):  # too long to try all
         some = shuffle(length, count=2000)
         assert len(set(some)) == 2000 and min(some) >= 0 and max(some) < length

@@ -1,5 +1,6 @@
 """Tests ../train_gpt2.py: what a run promises, by whole runs in processes of their own."""
 
+import io
 import json
 import math
 import os
@@ -353,6 +354,110 @@ def test_readme_shows_the_flags_as_they_are():
 def test_ranks_that_do_not_fit_are_refused(env, num_gpus, message):
     with pytest.raises(ValueError, match=message):
         find_world(env, num_gpus)
+
+
+# --------------------------------------------------------------------------------------------------
+# Data that others wrote, and data that is damaged
+
+
+def npy(tokens: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, tokens)
+    return file.getvalue()
+
+
+def bin_of(tokens: np.ndarray) -> bytes:
+    return dataloader.shard_header(len(tokens)) + tokens.tobytes()
+
+
+LAYOUTS = {
+    "llm.c": ("edu_fineweb_{}_000001.bin", bin_of),
+    "modded-nanogpt": ("fineweb_{}_000001.bin", bin_of),
+    "build-nanogpt": ("edufineweb_{}_000001.npy", npy),
+    "nanoGPT": ("{}.bin", np.ndarray.tobytes),
+}
+
+
+def lay_out(folder: Path, layout: str) -> Path:
+    """A folder of random tokens in another project's layout; returns its train shard."""
+    folder.mkdir()
+    name, write = LAYOUTS[layout]
+    for seed, split in enumerate(("val", "train")):
+        tokens = np.random.default_rng(seed).integers(0, 50257, 5000).astype("<u2")
+        (folder / name.format(split)).write_bytes(write(tokens))
+    return folder / name.format("train")
+
+
+def test_the_layouts_of_other_projects_train_alike(tmp_path):
+    found = []
+    for layout in LAYOUTS:
+        data = lay_out(tmp_path / layout, layout).parent
+        found.append(losses(run(tmp_path, data, f"run {layout}", steps=3, warmup_steps=1)))
+    assert found[0] == found[1] == found[2] == found[3] and len(found[0]) == 3
+
+
+DAMAGES = {  # what is left of a shard; a layout without header does not tell that half is missing
+    "cut by a byte": lambda content: content[:-1],
+    "a byte too long": lambda content: content + b"a",
+    "cut in half": lambda content: content[: len(content) // 4 * 2],
+    "a few tokens": lambda content: content[:-10_000] + content[-10:],
+    "empty": lambda content: b"",
+    "a page of text": lambda content: b"<html>404 Not Found</html>" * 50,
+    "id 50257": lambda content: content[:-2] + np.array([50257], "<u2").tobytes(),
+    "id 65535": lambda content: content[:-2] + b"\xff\xff",
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_damaged_shard_is_refused_before_training(layout, damage, tmp_path):
+    if (layout, damage) == ("nanoGPT", "cut in half"):
+        pytest.skip("nanoGPT's layout has no length to compare with")
+    shard = lay_out(tmp_path / "data", layout)
+    shard.write_bytes(DAMAGES[damage](shard.read_bytes()))
+    config = TrainConfig(model="gpt2", data_dir=str(tmp_path / "data"), seq_len=64, warmup_steps=1)
+    with pytest.raises((ValueError, OSError)) as refused:
+        train_gpt2.open_data(config)
+    assert str(shard) in str(refused.value) or "--seq-len" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def own_data(data_dir, tmp_path) -> Path:
+    return shutil.copytree(data_dir, tmp_path / "own")
+
+
+def test_a_flipped_bit_ends_the_run_with_the_shards_name(own_data, tmp_path):
+    flip_a_bit(own_data / "train_000000.bin")
+    code, _, err = train(flags(data_dir=own_data, out_dir="run"), tmp_path)
+    assert code in (2, 6) and "train_000000.bin is damaged" in err
+
+
+@pytest.mark.parametrize("change", ["removed", "added", "reordered", "longer", "renamed"])
+def test_a_run_does_not_go_on_with_other_data(change, data_dir, own_data, tmp_path):
+    manifest = json.loads((own_data / "manifest.json").read_bytes())
+    (own_data / "manifest.json").unlink()
+    run(tmp_path, own_data, steps=3, warmup_steps=1)
+    first, second = (own_data / f"train_{i:06d}.bin" for i in range(2))
+    if change == "removed":
+        second.unlink()
+    if change == "added":
+        shutil.copy(first, own_data / "train_1.bin")
+    if change == "reordered":
+        first.rename(own_data / "train_1.bin")
+    if change == "longer":
+        tokens = np.append(dataloader.open_shard(first).read(0, 1009), 7).astype("<u2")
+        first.write_bytes(bin_of(tokens))
+    if change == "renamed":
+        for i in range(len(manifest["train"]["shards"])):
+            (own_data / f"train_{i:06d}.bin").rename(own_data / f"more_train_{i:06d}.bin")
+    line = flags(data_dir=own_data, out_dir="run", resume=True, steps=6, warmup_steps=1)
+    code, _, err = train(line, tmp_path)
+    if change == "renamed":
+        assert code == 0, err
+    else:
+        assert code == 2 and "--data-dir: the run in run has" in err
 
 
 # --------------------------------------------------------------------------------------------------
