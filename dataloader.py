@@ -10,6 +10,7 @@ A folder of shards may hold manifest.json: what prepare_data.py knew when it wro
 CRC-32 of each 32 KiB of tokens, which every reading is checked against.
 """
 
+import binascii
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from json import JSONDecodeError
 from pathlib import Path
 
 import numpy as np
@@ -208,7 +210,7 @@ def open_folder(path: Path) -> TokenFolder:
         return TokenFolder(find(path, "train"), find(path, "val"), tokenizer, None, None)
     try:
         return open_prepared(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, JSONDecodeError, UnicodeDecodeError, binascii.Error) as error:
         why = f"damaged ({type(error).__name__}: {error}); prepare the data again"
     raise ValueError(f"{path / MANIFEST} is {why}")
 
@@ -229,8 +231,8 @@ def open_entry(path: Path, entry: dict) -> Shard:
     """The shard in the folder path that this entry of its manifest is about."""
     shard, crcs = open_shard(path / Path(entry["name"]).name), b64decode(entry["chunk_crc32"])
     if shard.num_tokens != entry["tokens"] or len(crcs) != -(-shard.num_tokens // CHUNK) * 4:
-        why = f"{shard.num_tokens:,} tokens, {MANIFEST} says {entry['tokens']:,}"
-        raise ValueError(f"{shard.path} holds {why}; prepare the data again")
+        why = f"{entry['tokens']:,}, with {len(crcs) // 4:,} CRCs; prepare the data again"
+        raise ValueError(f"{shard.path} holds {shard.num_tokens:,} tokens, {MANIFEST} says {why}")
     return replace(shard, crcs=crcs)
 
 

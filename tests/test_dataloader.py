@@ -128,6 +128,8 @@ KEYS = ("tokenizer", "train", "val", "shards", "name", "tokens", "largest_id", "
         ("{", "", "manifest.json is damaged"),
         ("bytes", "\xff", "manifest.json is damaged"),
         *((f'"{key}"', '"x"', f"manifest.json is damaged .*{key}") for key in KEYS),
+        ('"chunk_crc32": "', '"chunk_crc32": "x', "manifest.json (is damaged|says 6,301, with)"),
+        ('"chunk_crc32": "....', '"chunk_crc32": "', "says 6,301, with [02] CRCs"),
         ("6301", "6302", "holds 6,301 tokens, manifest.json says 6,302"),
         ("train_000000", "../outside", "outside.bin is not a whole token shard: .*No such file"),
     ],
