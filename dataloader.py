@@ -34,6 +34,10 @@ TOKEN = np.dtype("<u2")
 CHUNK = 16384  # tokens with one CRC-32: 6 us to check, 33 kB in the manifest for 100M tokens
 MANIFEST = "manifest.json"
 PREPARE = "prepare_data.py"
+VOCAB_URLS = [  # GPT-2's vocabulary, where tiktoken gets it from
+    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+    for name in ("vocab.bpe", "encoder.json")
+]
 VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # <|endoftext|> is the last id of both
 
 # --------------------------------------------------------------------------------------------------
@@ -60,7 +64,7 @@ def whole_file(path: Path) -> Iterator:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make folder and keep other processes out of it, until this one ends, in any way: the lock is
-    the system's. BlockingIOError if there is another one."""
+    the system's, its file stays. BlockingIOError if there is another one."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "wb") as f:
         try:
@@ -75,16 +79,14 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError:
             raise BlockingIOError(f"{folder} is being written by another process") from None
         yield
-    (folder / "lock").unlink(missing_ok=True)
 
 
 def missing_vocab() -> list[Path]:
     """Those of GPT-2's two vocabulary files that tiktoken would have to download: it keeps them
     under the SHA-1 of their address. Asked before tiktoken is, which waits for a network."""
-    address = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    addresses = (address + name for name in ("vocab.bpe", "encoder.json"))
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
-    paths = (Path(cache, hashlib.sha1(a.encode()).hexdigest()) for a in addresses)
+    default = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", default)
+    paths = (Path(cache, hashlib.sha1(url.encode()).hexdigest()) for url in VOCAB_URLS)
     return [path for path in paths if not path.exists()]
 
 
@@ -240,9 +242,7 @@ def find(path: Path, split: str) -> list[Shard]:
     """The shards of a folder without a manifest, by their names."""
     files = sorted(f for f in path.glob(f"*{split}*") if f.suffix in (".bin", ".npy"))
     if not files or any("train" in f.name and "val" in f.name for f in files):
-        raise FileNotFoundError(
-            f"--data-dir {path} has no {split} shards of its own: see {PREPARE}"
-        )
+        raise FileNotFoundError(f"--data-dir {path} has no {split} shards of its own: {PREPARE}")
     return [open_shard(file) for file in files]
 
 

@@ -12,7 +12,6 @@ was killed and repeated: the shards grow in DATA_DIR.unfinished, whose manifest 
 are, and the folder gets its name when it is whole.
 """
 
-import argparse
 import gzip
 import hashlib
 import io
@@ -28,7 +27,7 @@ import sysconfig
 import threading
 import time
 import zlib
-from argparse import Namespace
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -46,9 +45,10 @@ import numpy as np
 from tqdm import tqdm
 
 import dataloader
-from dataloader import CHUNK, HEADER_BYTES, MANIFEST, TOKEN, VOCAB_SIZES, Shard, open_shard
+from dataloader import CHUNK, HEADER_BYTES, MANIFEST, TOKEN, Shard, open_shard
 
-PIECE = 1 << 18  # bytes of text that are read at a time, and at most doubled in one to encode
+PIECE = 1 << 18  # bytes of text that are read at a time; one to two of them are encoded at a time
+RANGES = {"shard-tokens": (1024, 2**31 - 1), "val-fraction": (0, 0.5), "workers": (0, 61)}
 RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files of many documents
 BAR = {"unit": "B", "unit_scale": True, "disable": None}  # shown where there is a terminal
 TRIES, PAUSE_S, TIMEOUT_S = 6, 1, 30  # of a download; the pause doubles with each try
@@ -63,10 +63,8 @@ CORPORA = {  # where others published their shards, how these are called, how ma
 
 def standard_library() -> list[str]:
     """The source of the Python that runs this: the corpus that every machine has, about 30 MB."""
-    root = Path(sysconfig.get_path("stdlib"))
-    others = {"site-packages", "dist-packages", "__pycache__"}
-    files = (f for f in root.rglob("*.py") if not others & set(f.relative_to(root).parts))
-    return [str(file) for file in sorted(files)]
+    root = sysconfig.get_path("stdlib")
+    return [f for f in files_in([root]) if f.endswith(".py") and "-packages" not in f[len(root) :]]
 
 
 def files_in(inputs: list[str]) -> list[str]:
@@ -79,12 +77,15 @@ def files_in(inputs: list[str]) -> list[str]:
         for path in found:
             folder = os.path.isdir(path)
             files += sorted(glob(f"{escape(path)}/**", recursive=True)) if folder else [path]
-    return [file for file in dict.fromkeys(files) if os.path.isfile(file)]
+    return list({os.path.realpath(file): file for file in files if os.path.isfile(file)}.values())
 
 
 def utf8(text) -> bytes | None:
-    """What a record has under --text-field; None if that is no text."""
-    return text.encode(errors="replace") if isinstance(text, str) else None
+    """What a record has under --text-field; None if that is no text. Half a surrogate pair becomes
+    U+FFFD, as in tiktoken."""
+    if not isinstance(text, str):
+        return None
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def json_text(line: bytes, text_field: str) -> bytes | None:
@@ -135,11 +136,9 @@ def documents(files: list[str], text_field: str, skipped: Counter) -> Iterator[I
 
 
 # Where GPT-2's pattern begins a token, whatever comes before and after: at a space or line end that
-# follows something visible, and at the last one of several before something visible. A byte that
-# may end a space of more than one byte, such as U+00A0, does not count as visible.
-BOUNDARY = re.compile(
-    rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])[\t-\r ]|(?<=[\t-\r ])[\t-\r ](?=[!-~])"
-)
+# follows something visible, and at the last one of several before something visible. Left out are
+# the bytes that end or begin a space of several bytes, such as U+00A0, but other letters too.
+BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^\s\xc2\xe1-\xe3])")
 
 
 def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -184,7 +183,9 @@ def batches(texts: Iterable[Iterable], args: Namespace, skipped: Counter) -> Ite
                 growing[split] = Batch(split)
         if begins:
             skipped["empty"] += 1
-    yield from growing.values()
+    for batch in growing.values():
+        batch.crc32 = crc
+        yield batch
 
 
 # --------------------------------------------------------------------------------------------------
@@ -215,12 +216,13 @@ def gpt2_tokenizer() -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except OSError as error:  # what requests raises without a network, in a hundred ways
-        files = " and ".join(path.name for path in dataloader.missing_vocab())
-        raise OSError(
-            "--tokenizer gpt2: no network to fetch vocab.bpe and encoder.json from"
-            " openaipublic.blob.core.windows.net/gpt-2/encodings/main/; fetch them elsewhere, name"
-            f" them {files}, and set TIKTOKEN_CACHE_DIR to their folder, or use --tokenizer bytes"
-        ) from error
+        urls = " and ".join(dataloader.VOCAB_URLS)
+        names = " and ".join(path.name for path in dataloader.missing_vocab())
+        cure = (
+            f"fetch them elsewhere, name them {names}, and set TIKTOKEN_CACHE_DIR to their folder"
+        )
+        why = f"--tokenizer gpt2: no network to fetch {urls}; {cure}, or use --tokenizer bytes"
+        raise OSError(why) from error
 
     def encode(text: bytes) -> np.ndarray:
         # special text in a document is ordinary text
@@ -237,7 +239,7 @@ TOKENIZERS = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer}
 def encode(tokenizer: str, batch: Batch) -> np.ndarray:
     """The tokens of a batch, uint16."""
     encode, tokens = TOKENIZERS[tokenizer]().encode, [np.empty(0, TOKEN)]
-    end_of_text = np.array([VOCAB_SIZES[tokenizer] - 1], TOKEN)
+    end_of_text = np.array([dataloader.VOCAB_SIZES[tokenizer] - 1], TOKEN)
     for begins, text in batch.parts:
         tokens += [end_of_text] * begins + [encode(text)]
     return np.concatenate(tokens, dtype=TOKEN, casting="unsafe")
@@ -271,21 +273,20 @@ def in_order(todo: Iterator[Batch], tokenizer: str, workers: int) -> Iterator[tu
 
 def describe(shard: Shard) -> dict:
     """What the manifest says of a shard, found by reading it."""
-    largest_id, crcs = 0, []
-    for start in range(0, shard.num_tokens, CHUNK):
-        tokens = shard.read(start, min(CHUNK, shard.num_tokens - start))
-        largest_id = max(largest_id, int(tokens.max()))
-        crcs.append(zlib.crc32(tokens))
-    entry = {"name": shard.path.name, "bytes": shard.path.stat().st_size}
-    entry |= {"tokens": shard.num_tokens, "largest_id": largest_id}
+    n, size, largest_id = shard.num_tokens, shard.path.stat().st_size, shard.largest_id()
+    crcs = [zlib.crc32(shard.read(i, min(CHUNK, n - i))) for i in range(0, n, CHUNK)]
+    entry = {"name": shard.path.name, "bytes": size, "tokens": n, "largest_id": largest_id}
     return entry | {"chunk_crc32": b64encode(np.array(crcs, "<u4")).decode()}
 
 
 def read_manifest(folder: Path) -> dict:
     """What folder's manifest says; of one that has none, that nothing is there."""
-    path = folder / MANIFEST
-    new = {"train": {"shards": []}, "val": {"shards": []}}
-    return json.loads(path.read_bytes()) if path.exists() else new
+    try:
+        return json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return {"train": {"shards": []}, "val": {"shards": []}}
+    except ValueError as error:
+        raise ValueError(f"{folder / MANIFEST} is damaged: {error}") from None
 
 
 def save_manifest(folder: Path, **content):
@@ -344,23 +345,27 @@ class Split:
                 os.fsync(f.fileno())
             self.shards.append(describe(open_shard(path)))
 
-    def give_tenth(self, other: "Split", lengths: np.ndarray):
-        """Hand the last tenth of the growing shard over to other."""
+    def give_end(self, other: "Split", lengths: np.ndarray):
+        """Hand the growing shard over to other, or if it is the only one, the last tenth of it."""
         path, fill = self.growing()
-        offset = HEADER_BYTES + (fill - fill // 10) * TOKEN.itemsize
-        tokens = np.fromfile(path, TOKEN, fill // 10, offset=offset)
+        keep = 0 if self.shards else fill - fill // 10
+        with open(path, "rb") as f:
+            f.seek(HEADER_BYTES + keep * TOKEN.itemsize)
+            tokens = np.frombuffer(f.read((fill - keep) * TOKEN.itemsize), TOKEN)
         documents, size = int((lengths[tokens] == 0).sum()), int(lengths[tokens].sum())
         self.documents, self.bytes = self.documents - documents, self.bytes - size
         self.tokens -= len(tokens)
         other.append(tokens, documents, size)
 
 
-def skip_done(todo: Iterator[Batch], done: int, crc32: int, folder: Path):
+def skip_done(todo: Iterator[Batch], done: int, crc32: int, folder: Path, bar: tqdm):
     """Read again the batches that are done; ValueError if they are not what they were."""
-    for batch in deque(islice(todo, done), maxlen=1):
-        if batch.crc32 != crc32:
-            why = f"{folder} was begun with other input or other flags"
-            raise ValueError(f"{why}: repeat those, or remove the folder")
+    batch = Batch("", crc32)
+    for batch in islice(todo, done):
+        bar.update(batch.size)
+    if batch.crc32 != crc32:
+        why = f"{folder} was begun with other input or other flags"
+        raise ValueError(f"{why}: repeat those, or remove the folder")
 
 
 def show(bar: tqdm, size: int, train: Split, val: Split):
@@ -372,34 +377,34 @@ def show(bar: tqdm, size: int, train: Split, val: Split):
 
 
 def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> Counter:
-    """Write into folder what is not there yet of the files' shards, and the manifest. Returns how
-    many documents were skipped, by reason."""
-    if args.tokenizer == "gpt2" and dataloader.missing_vocab():
-        gpt2_tokenizer()  # downloads it, before the workers all do
-    skipped, kept = Counter(), read_manifest(folder)
-    if "tokenizer" in kept:
-        return skipped  # an earlier try was killed when it had all but the folder's name
-    splits = {s: Split(folder, s, args.shard_tokens, **kept[s]) for s in ("train", "val")}
-    train, val = splits.values()
-    done, crc32 = kept.get("unfinished", (0, 0))
+    """Write into folder what is not there yet of the files' shards, and the manifest, whose input
+    says how much of the text they hold. Returns how many documents were skipped, by reason."""
+    tokenizer, skipped, kept = TOKENIZERS[args.tokenizer](), Counter(), read_manifest(folder)
+    train, val = (Split(folder, s, args.shard_tokens, **kept[s]) for s in ("train", "val"))
+    done, crc32 = kept.get("input", (0, 0))
+
+    def save():
+        account = {"train": train.account(), "val": val.account(), "input": (done, crc32)}
+        about = {"name": tokenizer.name, "sha256": tokenizer.sha256}
+        save_manifest(folder, tokenizer=about, **account)
+
     todo = batches(documents(files, args.text_field, skipped), args, skipped)
-    skip_done(todo, done, crc32, folder)
-    bar.initial = bar.n = train.bytes + val.bytes
+    skip_done(todo, done, crc32, folder, bar)
     for batch, tokens in in_order(todo, args.tokenizer, args.workers):
-        num_documents, done = sum(begins for begins, _ in batch.parts), done + 1
-        if splits[batch.split].append(tokens, num_documents, batch.size):
-            accounts = {"train": train.account(), "val": val.account()}
-            save_manifest(folder, **accounts, unfinished=(done, batch.crc32))
+        split = train if batch.split == "train" else val
+        done, crc32 = done + 1, batch.crc32
+        if split.append(tokens, sum(begins for begins, _ in batch.parts), batch.size):
+            save()
         show(bar, batch.size, train, val)
-    tokenizer = TOKENIZERS[args.tokenizer]()  # now, since loading it takes a while
-    if not val.tokens and train.tokens:
-        train.give_tenth(val, tokenizer.lengths)
-    if not val.tokens:
-        raise ValueError(f"the input has {train.tokens} tokens, too few: name more with --input")
-    for split in splits.values():
-        split.finish()
-    about = {"name": tokenizer.name, "sha256": tokenizer.sha256}
-    save_manifest(folder, tokenizer=about, train=train.account(), val=val.account())
+    if not val.tokens and train.growing()[1] > 0:
+        train.give_end(val, tokenizer.lengths)
+    if not (train.tokens and val.tokens):
+        why = f"{train.tokens} tokens for training and {val.tokens} for validation"
+        raise ValueError(f"the input has {why}: name more with --input, or a higher --val-fraction")
+    save()  # before the shards that counted more are cut
+    train.finish()
+    val.finish()
+    save()
     return skipped
 
 
@@ -442,28 +447,29 @@ def prepare(args: Namespace):
     files = files_in(args.input) if args.input else standard_library()
     if args.dry_run:
         return dry_run(files, args)
-    if args.data_dir.exists():
-        raise FileExistsError(f"--data-dir {args.data_dir} exists; name another, or remove it")
     folder = args.data_dir.with_name(f"{args.data_dir.name}.unfinished")
+    files = [f for f in files if folder.absolute() not in Path(f).absolute().parents]
     size, _ = sample(files, args.text_field)
     with dataloader.locked(folder), tqdm(total=size, **BAR) as bar:
         try:
+            if args.data_dir.exists():
+                raise FileExistsError(f"--data-dir {args.data_dir} exists; name another")
             skipped = write_folder(folder, files, args, bar)
         finally:
             if not (folder / MANIFEST).exists():  # no shard is whole: nothing to go on with
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
     folder.rename(args.data_dir)
+    (args.data_dir / "lock").unlink()
     report(args.data_dir, skipped)
 
 
 def report(folder: Path, skipped: Counter):
     for name in ("train", "val"):
-        split = read_manifest(folder)[name]
-        print(
-            f"{name}: {split['documents']:,} documents, {split['bytes']:,} bytes,"
-            f" {split['tokens']:,} tokens ({split['bytes'] / split['tokens']:.2f} bytes per token),"
-            f" {len(split['shards'])} shards"
-        )
+        account = read_manifest(folder)[name]
+        num_shards, text = len(account.pop("shards")), account.get("bytes", 0)
+        counts = ", ".join(f"{value:,} {key}" for key, value in account.items())
+        ratio = f" ({text / account['tokens']:.2f} bytes per token)" if text else ""
+        print(f"{name}: {counts}{ratio}, {num_shards} shards")
     for why, count in skipped.items():
         print(f"skipped: {count:,} documents, {why}")
     print(f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}")
@@ -475,9 +481,11 @@ def verify(args: Namespace):
     entries = manifest["train"]["shards"] + manifest["val"]["shards"]
     for entry in entries:
         verdict = "good"
-        try:
-            dataloader.open_entry(args.data_dir, entry).largest_id()  # reads, so checks, all of it
-        except (OSError, ValueError) as error:
+        try:  # the CRCs are checked by reading
+            found = describe(dataloader.open_entry(args.data_dir, entry))
+            if wrong := [f"{k} is {v}, not {entry[k]}" for k, v in found.items() if v != entry[k]]:
+                raise ValueError(", ".join(wrong))
+        except (OSError, ValueError, LookupError) as error:
             num_damaged, verdict = num_damaged + 1, error
         print(f"{entry['name']}: {verdict}")
     if num_damaged or not entries:
@@ -502,17 +510,19 @@ def fetch_rest(url: str, path: Path) -> Path:
         version = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
         part = path.with_name(f"{path.name}.{quote(version or 'unknown', safe='')}.part")
         begin = answer.headers.get("Content-Range", "").split("-")[0]
+        if answer.status_code != 416:  # past the end: of another version
+            answer.raise_for_status()
         goes_on = version and parts == [part] and begin == f"bytes {part.stat().st_size}"
         for old in parts if not goes_on else []:
             old.unlink()
         if answer.status_code in (206, 416) and not goes_on:
             raise requests.ConnectionError("the server has another version than before")
-        answer.raise_for_status()
-        with open(part, "ab") as f:
-            size = f.tell() + int(answer.headers.get("Content-Length", 0))
-            with tqdm(desc=path.name, initial=f.tell(), total=size, **BAR) as bar:
-                for block in answer.iter_content(1 << 16):
-                    bar.update(f.write(block))
+        with open(part, "ab") as f, tqdm(desc=path.name, initial=f.tell(), **BAR) as bar:
+            bar.total = f.tell() + int(answer.headers.get("Content-Length", 0))
+            for block in answer.iter_content(1 << 16):
+                bar.update(f.write(block))
+            f.flush()
+            os.fsync(f.fileno())
     return part
 
 
@@ -528,16 +538,16 @@ def fetch(url: str, path: Path, sha256: str | None):
             break
         except requests.RequestException as error:
             refused = error.response is not None and 400 <= error.response.status_code < 429
-            if refused or not tries_left:
+            if isinstance(error, ValueError) or refused or not tries_left:
                 raise OSError(f"{url}: {error}") from None
             time.sleep(PAUSE_S * 2 ** (TRIES - tries_left))
     try:
         open_shard(part)
         if sha256 and sha256 != (found := sha256_of(part)):
-            raise ValueError(f"{url} has changed: SHA-256 {found}, at the first fetch {sha256}")
-    except ValueError:
+            raise ValueError(f"it has changed: SHA-256 {found}, at the first fetch {sha256}")
+    except ValueError as error:
         part.unlink()
-        raise
+        raise ValueError(f"{url}: {error}") from None
     part.rename(path)
 
 
@@ -545,10 +555,13 @@ def download(args: Namespace):
     """Fetch those shards of a published corpus that args.data_dir does not have yet."""
     repository, stem, _ = CORPORA[args.download]
     address = args.mirror or f"https://huggingface.co/datasets/{repository}/resolve/main"
+    address = address.rstrip("/")
     names = [("val", f"{stem}_val_000000.bin")]
     names += [("train", f"{stem}_train_{n:06d}.bin") for n in range(1, args.shards + 1)]
     with dataloader.locked(args.data_dir):
-        manifest = read_manifest(args.data_dir) | {"tokenizer": {"name": "gpt2"}}
+        manifest, tokenizer = read_manifest(args.data_dir), {"name": "gpt2"}
+        if manifest.setdefault("tokenizer", tokenizer) != tokenizer:
+            raise FileExistsError(f"--data-dir {args.data_dir} holds prepared text; name another")
         for split, name in names:
             path, shards = args.data_dir / name, manifest[split]["shards"]
             [known] = [shard for shard in shards if shard["name"] == name] or [{}]
@@ -558,13 +571,12 @@ def download(args: Namespace):
                 shards.append(describe(open_shard(path)) | {"sha256": sha256_of(path)})
                 manifest[split]["tokens"] = sum(shard["tokens"] for shard in shards)
                 save_manifest(args.data_dir, **manifest)
-    print(f"ready: python train_gpt2.py --data-dir {shlex.quote(str(args.data_dir))}")
+    report(args.data_dir, Counter())
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.description = __doc__.splitlines()[0]
     add, source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     source("--input", nargs="+", help="files, folders, 'patterns'; none: Python's standard library")
     source("--download", choices=list(CORPORA), help="fetch tokens that others published instead")
@@ -575,18 +587,19 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add("--shard-tokens", type=int, default=100_000_000, help="tokens per shard")
     add("--val-fraction", type=float, default=0.01, help="documents for validation")
     add("--seed", type=int, default=1337, help="seed of which documents these are")
-    add("--workers", type=int, help="processes; none: one per core, for bytes 0: this one")
-    add("--dry-run", action="store_true", help="say how much disk and time it takes, from a sample")
-    add("--shards", type=int, default=100, help="training shards to download, of 100M tokens")
-    add("--mirror", help="address of the folder to download them from")
+    add("--workers", type=int, help="worker processes; none: one per core, for bytes 0")
+    add("--dry-run", action="store_true", help="--input: say what it takes, from a sample")
+    add("--shards", type=int, default=100, help="--download: training shards, of 100M tokens")
+    add("--mirror", help="--download: address of the folder that holds them")
     args = parser.parse_args(argv)
     if args.workers is None:
-        args.workers = 0 if args.tokenizer == "bytes" else os.cpu_count()
-    if args.input and not args.data_dir:
-        parser.error("--input needs --data-dir, the folder to write")
+        args.workers = 0 if args.tokenizer == "bytes" else min(os.cpu_count() or 1, 61)
+    if (args.input or args.verify) and not args.data_dir:
+        parser.error("--input and --verify need --data-dir")
+    if args.dry_run and (args.download or args.verify):
+        parser.error("--dry-run is for text, not for --download or --verify")
     args.data_dir = args.data_dir or Path("data", args.download or f"stdlib-{args.tokenizer}")
-    ranges = {"shard-tokens": (1024, 2**31 - 1), "val-fraction": (0, 0.5), "workers": (0, 999)}
-    ranges["shards"] = 1, CORPORA[args.download or "fineweb-edu"][2]
+    ranges = RANGES | {"shards": (1, CORPORA[args.download or "fineweb-edu"][2])}
     for name, (least, most) in ranges.items():
         if not least <= (value := getattr(args, name.replace("-", "_"))) <= most:
             parser.error(f"--{name} {value} must be {least:,} to {most:,}")
@@ -600,7 +613,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("prepare_data.py: stopped; the same command goes on", file=sys.stderr)
         return 130
-    except (OSError, ValueError, ImportError, BrokenExecutor) as error:
+    except (OSError, ValueError, LookupError, ImportError, BrokenExecutor) as error:
         print(f"prepare_data.py: error: {error}", file=sys.stderr)
         return 2
     return 0

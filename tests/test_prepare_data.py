@@ -281,6 +281,11 @@ def test_a_record_without_text_is_skipped_counted_and_named(tmp_path, capsys):
     assert "skipped: 1 documents, empty" in printed
 
 
+def test_half_a_surrogate_pair_is_what_tiktoken_makes_of_it(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud800 \\ud83d\\ude00"}\n')
+    assert documents(tmp_path / "a.jsonl")[0] == ["\ufffd \N{GRINNING FACE}".encode()]
+
+
 def test_the_text_field_is_what_it_is_called(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES.replace(b'text"', b'content"'))
     assert documents(tmp_path / "a.jsonl", field="content") == (TEXTS, {})
@@ -305,8 +310,8 @@ def test_an_extra_that_is_missing_is_named_with_its_cure(tmp_path, monkeypatch, 
 
 MISTAKES = {
     "no file": (["--input", "nowhere"], "--input nowhere does not exist"),
-    "no text": (["--input", "empty"], "the input has 0 tokens, too few: name more with --input"),
-    "a word": (["--input", "word"], "the input has 5 tokens, too few"),
+    "no text": (["--input", "empty"], "the input has 0 tokens for training and 0 for validation"),
+    "a word": (["--input", "word"], "has 5 tokens for training and 0 for validation: name more"),
     "nothing to verify": (["--verify"], "0 of the 0 shards"),
 }
 
@@ -326,7 +331,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(mistake, tmp_path, monk
 def test_an_existing_folder_is_refused_and_kept(texts, capsys):
     before = content(texts)
     assert prepare(texts, "--input", texts) == 2
-    assert "exists; name another, or remove it" in capsys.readouterr().err
+    assert "exists; name another" in capsys.readouterr().err
     assert before == content(texts)
 
 
@@ -338,7 +343,7 @@ def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
     flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", 0.3)
     assert prepare(tmp_path / "data", *flags) == 0
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
-    assert set(manifest) == {"tokenizer", "train", "val"}
+    assert set(manifest) == {"tokenizer", "train", "val", "input"}
     for split in (manifest["train"], manifest["val"]):
         tokens = []
         for entry in split["shards"]:
@@ -390,7 +395,7 @@ def test_a_flipped_bit_is_found_by_verify_and_by_the_loader(texts, tmp_path, cap
     assert prepare(folder, "--verify") == 2
     out, err = capsys.readouterr()
     assert "train_000000.bin: good" in out and "train_000001.bin is damaged: its tokens 0 to" in out
-    assert "1 of the 5 shards" in err
+    assert "1 of the 4 shards" in err
     loader = dataloader.ShardLoader(open_folder(folder).train, B=1, T=100)
     with pytest.raises(OSError, match="train_000001.bin is damaged"):
         [loader.next_batch() for _ in range(len(loader))]
@@ -418,9 +423,10 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_at_any_write_the_same_command_goes_on(texts, tmp_path, monkeypatch):
-    flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", 0.3)
-    monkeypatch.setattr(prepare_data, "PIECE", 700)
+@pytest.mark.parametrize("val_fraction", [0.3, 0], ids=["val drawn", "val from the end"])
+def test_killed_at_any_write_the_same_command_goes_on(val_fraction, texts, tmp_path, monkeypatch):
+    flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", val_fraction)
+    monkeypatch.setattr(prepare_data, "PIECE", 350)
     assert prepare(tmp_path / "whole", *flags) == 0
     calls, kill_at = 0, 0
 
@@ -443,7 +449,7 @@ def test_killed_at_any_write_the_same_command_goes_on(texts, tmp_path, monkeypat
         monkeypatch.setattr(module, name, counting(getattr(module, name)))
     assert prepare(tmp_path / "counted", *flags) == 0
     most, kept = calls, 0
-    for k in [*range(1, most, 7), most]:  # the last one is the folder's renaming
+    for k in [*range(1, most - 9, 7), *range(most - 9, most + 1)]:  # the last renames the folder
         folder, calls, kill_at = tmp_path / f"killed{k}", 0, k
         with pytest.raises(Killed):
             prepare(folder, *flags)
@@ -498,6 +504,30 @@ def test_a_killed_run_keeps_its_shards_and_a_second_run_is_refused(much_text, tm
     assert (first.st_ino, first.st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns)
     assert start(tmp_path / "whole", much_text, *flags).wait() == 0
     assert content(tmp_path / "data") == content(tmp_path / "whole")
+
+
+def test_a_killed_run_does_not_read_its_own_shards(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(texts)
+    flags = ("--input", ".", "--shard-tokens", 1024)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            prepare(Path("zz"), *flags)
+    assert prepare(Path("zz"), *flags) == 0
+    monkeypatch.chdir(tmp_path)
+    assert (
+        prepare(tmp_path / "whole", "--input", texts.name + "/*.txt", "--shard-tokens", 1024) == 0
+    )
+    assert content(texts / "zz") == content(tmp_path / "whole")
+
+
+def test_a_whole_folder_that_has_no_name_yet_is_not_taken_for_another(texts, tmp_path, capsys):
+    assert prepare(tmp_path / "data", "--input", texts, "--shard-tokens", 1024) == 0
+    (tmp_path / "data").rename(tmp_path / "data.unfinished")
+    assert prepare(tmp_path / "data", "--input", PROGRAM, "--shard-tokens", 1024) == 2
+    assert "was begun with other input or other flags" in capsys.readouterr().err
+    assert prepare(tmp_path / "data", "--input", texts, "--shard-tokens", 1024) == 0
+    assert "ready: " in capsys.readouterr().out
 
 
 @NEEDS_GPT2
@@ -611,7 +641,7 @@ def is_good(folder: Path, server, shards: int = 1) -> bool:
     """Whether folder holds the server's shards and nothing else, and the trainer's loader and
     --verify find them whole."""
     files = content(folder)
-    files.pop("manifest.json")
+    del files["manifest.json"], files["lock"]
     data = open_folder(folder)
     whole = (data.tokenizer, data.largest_id < 50257, prepare(folder, "--verify")) == (
         "gpt2",
@@ -631,6 +661,22 @@ def test_a_download_that_breaks_is_gone_on_with(fault, server, tmp_path):
         rest = 0 if fault == "503" else (size - begins[-1]) // 2
         begins.append(begins[-1] + rest // 65536 * 65536)
     assert server.begins == [*begins[:2], *begins]
+
+
+def test_an_answer_of_an_error_costs_nothing_that_is_there(server, tmp_path):
+    server.faults = ["short", "503", "404"]
+    assert download(tmp_path / "data", server) == 2
+    assert download(tmp_path / "data", server) == 0
+    assert is_good(tmp_path / "data", server)
+    assert server.begins[0] == 0 and len({*server.begins[1:4]}) == 1 and server.begins[1] > 0
+
+
+def test_prepared_text_and_downloads_do_not_mix(server, tmp_path, capsys):
+    assert prepare(tmp_path / "data", "--input", PROGRAM) == 0
+    before = content(tmp_path / "data")
+    assert download(tmp_path / "data", server) == 2
+    assert "holds prepared text; name another" in capsys.readouterr().err
+    assert content(tmp_path / "data").items() >= before.items() and server.begins == []
 
 
 def test_a_server_without_ranges_sends_all_again(server, tmp_path):
@@ -703,8 +749,9 @@ FLAGS = {
     "--download fineweb --shards 104": "--shards 104 must be 1 to 103",
     "--shard-tokens 1000": "--shard-tokens 1000 must be 1,024 to 2,147,483,647",
     "--val-fraction 1": "--val-fraction 1.0 must be 0 to 0.5",
-    "--workers -1": "--workers -1 must be 0 to 999",
-    "--input book.txt": "--input needs --data-dir",
+    "--workers -1": "--workers -1 must be 0 to 61",
+    "--download fineweb --dry-run": "--dry-run is for text",
+    "--input book.txt": "--input and --verify need --data-dir",
     "--input book.txt --download fineweb": "--download: not allowed with argument --input",
 }
 
