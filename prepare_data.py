@@ -344,6 +344,8 @@ class Split:
                 f.truncate(HEADER_BYTES + fill * TOKEN.itemsize)
                 os.fsync(f.fileno())
             self.shards.append(describe(open_shard(path)))
+        else:  # give_end gave all of it
+            path.unlink(missing_ok=True)
 
     def give_end(self, other: "Split", lengths: np.ndarray):
         """Hand the growing shard over to other, or if it is the only one, the last tenth of it."""

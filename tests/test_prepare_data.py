@@ -428,6 +428,9 @@ def test_killed_at_any_write_the_same_command_goes_on(val_fraction, texts, tmp_p
     flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", val_fraction)
     monkeypatch.setattr(prepare_data, "PIECE", 350)
     assert prepare(tmp_path / "whole", *flags) == 0
+    named = prepare_data.read_manifest(tmp_path / "whole")
+    names = {shard["name"] for split in ("train", "val") for shard in named[split]["shards"]}
+    assert set(os.listdir(tmp_path / "whole")) == {"manifest.json", *names}
     calls, kill_at = 0, 0
 
     def counting(function):
