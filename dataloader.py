@@ -122,9 +122,9 @@ class Shard:
         return tokens[start - first : start - first + count]
 
     def largest_id(self) -> int:
-        """By reading the whole shard, 32 MiB at a time."""
-        starts = range(0, self.num_tokens, 1 << 24)
-        return max(int(self.read(s, min(1 << 24, self.num_tokens - s)).max()) for s in starts)
+        """By reading the whole shard, 2 MiB at a time."""
+        starts = range(0, self.num_tokens, 1 << 20)
+        return max(int(self.read(s, min(1 << 20, self.num_tokens - s)).max()) for s in starts)
 
 
 def shard_header(num_tokens: int) -> bytes:

@@ -154,7 +154,7 @@ def test_the_fingerprint_is_of_tokens_and_lengths_and_not_of_names(tmp_path):
 
 
 def test_the_largest_id_is_numpys(tmp_path):
-    tokens = np.zeros((1 << 24) + 5, np.uint16)  # more than is read at a time
+    tokens = np.zeros((1 << 20) + 5, np.uint16)  # more than is read at a time
     tokens[[0, -1]] = 50000, 50001
     write_shard(tmp_path / "a.bin", tokens)
     assert open_shard(tmp_path / "a.bin").largest_id() == tokens.max()
