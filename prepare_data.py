@@ -125,14 +125,19 @@ def documents(files: list[str], text_field: str, skipped: Counter) -> Iterator[I
     for file in files:
         with open(file, "rb") as raw:
             texts = texts_in(raw, text_field)
-            if not file.endswith(RECORDS):
+            if file.endswith(RECORDS):
+                why = f"no text under --text-field {text_field} in {file}"
+                yield from each_alone(texts, why, skipped)
+            else:
                 yield texts
-                continue
-            for text in texts:
-                if text is not None:
-                    yield [text]
-                else:
-                    skipped[f"no text under --text-field {text_field} in {file}"] += 1
+
+
+def each_alone(texts: Iterable[bytes | None], why: str, skipped: Counter) -> Iterator[list[bytes]]:
+    for text in texts:
+        if text is None:
+            skipped[why] += 1
+        else:
+            yield [text]
 
 
 # Where GPT-2's pattern begins a token, whatever comes before and after: at a space or line end that
@@ -414,18 +419,26 @@ def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> 
 # Commands
 
 
+def beginning(texts: Iterable[bytes | None]) -> bytes:
+    """Much more text than a decompressor reads ahead."""
+    begin = bytearray()
+    for text in texts:
+        begin += text or b""
+        if len(begin) > 16 * PIECE:
+            break
+    return bytes(begin)
+
+
 def sample(files: list[str], text_field: str) -> tuple[int, bytes]:
     """About how many bytes of text the files hold, and some of it."""
     sizes = {file: os.path.getsize(file) for file in files}
     size, text, some = 0, 0.0, b""
     for file in sorted(files, key=sizes.get)[:: -1 - len(files) // 16]:  # the largest among them
-        begin = bytearray()
         with open(file, "rb") as raw:
-            for block in texts_in(raw, text_field):
-                begin += block or b""
-                if len(begin) > 16 * PIECE:  # much more than a decompressor reads ahead
-                    break
+            texts = texts_in(raw, text_field)
+            begin = beginning(texts)
             read = sizes[file] if raw.closed else raw.tell()  # a reader closes it at the end
+            texts.close()
         size, text = size + sizes[file], text + len(begin) * sizes[file] / max(read, 1)
         some += begin[: 1 << 15]
     return int(text * sum(sizes.values()) / max(size, 1)), some

@@ -277,25 +277,29 @@ def parse_args() -> Namespace:
     return parser.parse_args()
 
 
+def measure(args: Namespace) -> Path:
+    """Write the results, and return where; the next run of the day replaces them."""
+    results = {"date": str(date.today()), "environment": environment()}
+    parts = [part for part in (tokenizing, loading) if args.only in (None, part.__name__)]
+    for part in parts:
+        with TemporaryDirectory() as work:
+            results[part.__name__] = part(Path(work), args)
+    device = re.sub(r"[^a-z0-9]+", "-", results["environment"]["device_name"].lower())
+    names = ["data", device.strip("-"), results["date"], args.only]
+    path = REPO / "benchmarks" / "results" / ("-".join(filter(None, names)) + ".json")
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    return path.relative_to(REPO)
+
+
 def main():
     args = parse_args()
+    if args.opening:
+        return print(json.dumps(opening(args.opening)))
     if args.usual:
         folder, out, workers = args.usual
         Path(out).mkdir()
-        usual_way(Path(folder), Path(out), int(workers))
-    elif args.opening:
-        print(json.dumps(opening(args.opening)))
-    else:
-        results = {"date": str(date.today()), "environment": environment()}
-        for part in (tokenizing, loading):
-            with TemporaryDirectory() as work:
-                if args.only in (None, part.__name__):
-                    results[part.__name__] = part(Path(work), args)
-        device = re.sub(r"[^a-z0-9]+", "-", results["environment"]["device_name"].lower())
-        parts = ["data", device.strip("-"), results["date"], args.only]
-        path = REPO / "benchmarks" / "results" / ("-".join(filter(None, parts)) + ".json")
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        print(path.relative_to(REPO))
+        return usual_way(Path(folder), Path(out), int(workers))
+    print(measure(args))
 
 
 if __name__ == "__main__":

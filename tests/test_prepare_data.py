@@ -401,10 +401,11 @@ def test_a_flipped_bit_is_found_by_verify_and_by_the_loader(texts, tmp_path, cap
         [loader.next_batch() for _ in range(len(loader))]
 
 
-def test_a_dry_run_writes_nothing_and_its_estimate_is_near(texts, tmp_path, capsys):
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst"])
+def test_a_dry_run_writes_nothing_and_its_estimate_is_near(kind, texts, tmp_path, capsys):
     lines = b"".join(b'{"text": "%s"}\n' % os.urandom(500).hex().encode() for _ in range(20_000))
-    (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(lines, 1))  # 20 MB
-    flags = ("--input", texts, tmp_path / "z.jsonl.gz")
+    (tmp_path / f"z{kind}").write_bytes(KINDS[kind](lines))  # 20 MB
+    flags = ("--input", texts, tmp_path / f"z{kind}")
     assert prepare(tmp_path / "data", *flags, "--dry-run") == 0
     guess = capsys.readouterr().out
     assert not list(tmp_path.glob("data*"))
