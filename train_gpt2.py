@@ -557,7 +557,7 @@ def make_log(out_dir: Path, is_main: bool) -> Callable:
     def log(text: str, **record):
         if file:
             print(text, flush=True)
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps({"time": time.time()} | record) + "\n")
             file.flush()
 
     return log

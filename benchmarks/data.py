@@ -33,10 +33,10 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import machine
 import numpy as np
 
-REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
+sys.path.insert(0, str(machine.REPO))
 SHARD_TOKENS = 100_000_000
 
 # --------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ def tokenizing(work: Path, args: Namespace) -> dict:
     size = sum(file.stat().st_size for file in files) / 1e6
     results = {"megabytes": size, "documents": len(files), "processes": {}}
     for workers in args.workers:
-        ours = [REPO / "prepare_data.py", "--input", work / "text", "--data-dir", work / "out",
-                "--tokenizer", "gpt2", "--workers", str(workers)]  # fmt: skip
+        ours = [machine.REPO / "prepare_data.py", "--input", work / "text", "--tokenizer", "gpt2",
+                "--data-dir", work / "out", "--workers", str(workers)]  # fmt: skip
         theirs = [__file__, "--usual", work / "text", work / "out", str(workers)]
         programs, rounds = {"prepare_data.py": ours, "usual way": theirs}, []
         for _ in range(args.rounds):
@@ -252,13 +252,11 @@ def loading(work: Path, args: Namespace) -> dict:
 
 
 def environment() -> dict:
-    name = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    git = ["git", "-C", REPO, "describe", "--always", "--dirty", "--abbrev=40"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
-        "commit": commit,
-        "device_name": name[1] if name else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "commit": machine.output("git", "-C", str(machine.REPO), "rev-parse", "HEAD"),
+        "changed": machine.changed_files(),
+        "device_name": machine.cpu_name(),
+        "cores": machine.num_cores(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -284,11 +282,9 @@ def measure(args: Namespace) -> Path:
     for part in parts:
         with TemporaryDirectory() as work:
             results[part.__name__] = part(Path(work), args)
-    device = re.sub(r"[^a-z0-9]+", "-", results["environment"]["device_name"].lower())
-    names = ["data", device.strip("-"), results["date"], args.only]
-    path = REPO / "benchmarks" / "results" / ("-".join(filter(None, names)) + ".json")
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    return path.relative_to(REPO)
+    path = machine.results_path("data", results["environment"]["device_name"], args.only or "")
+    machine.save(path, results)
+    return path.relative_to(machine.REPO)
 
 
 def main():

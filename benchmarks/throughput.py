@@ -19,8 +19,6 @@ For Linux and macOS. Writes results/throughput-<device>-<date>.json with the tim
 import argparse
 import importlib.metadata
 import json
-import platform
-import re
 import resource
 import shutil
 import signal
@@ -33,7 +31,8 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-REPO = Path(__file__).resolve().parent.parent
+import machine
+
 OURS, THEIRS = "train_gpt2.py", "Hugging Face"
 LEFT_OUT = 2  # steps at the start of a process, in which memory and caches fill
 NUM_STEPS = {"gpt2": 6, "nano": 40}  # timed steps of a round
@@ -55,7 +54,7 @@ def run_ours(work: Path, model: str, args: Namespace) -> dict[str, list]:
     flags = [f"--model={model}", *FLAGS[model], "--bf16" if args.bf16 else "--no-bf16",
              f"--steps={LEFT_OUT + (args.steps or NUM_STEPS[model])}", "--no-shuffle",
              "--eval-tokens=1", "--eval-every=0", "--save-every=0", "--out-dir=out"]  # fmt: skip
-    program = [sys.executable, REPO / OURS]
+    program = [sys.executable, machine.REPO / OURS]
     subprocess.run([*program, *flags], cwd=work, check=True, stdout=subprocess.DEVNULL)
     steps = [record for record in read_log(work) if "ms" in record]
     return {name: [s[name] for s in steps] for name in ("ms", "loss", "peak_mib", "mfu", "tflops")}
@@ -184,31 +183,15 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def environment(logged: dict) -> dict:
-    """What train_gpt2.py logs of it, with the processor's own name, the version of transformers,
-    and the files that are not those of the commit."""
-    cpuinfo, name = Path("/proc/cpuinfo"), logged["device_name"] or platform.machine()
-    if logged["device"] == "cpu" and cpuinfo.exists():
-        found = re.search(r"model name\s*: (.+)", cpuinfo.read_text())
-        name = found[1] if found else name
-    git = ["git", "-C", REPO, "diff", "--name-only", "HEAD"]
-    changed = subprocess.run(git, capture_output=True, text=True).stdout if logged["commit"] else ""
-    version = importlib.metadata.version("transformers")
-    return logged | {"device_name": name, "transformers": version, "changed": changed.split()}
-
-
 def write(results: dict[str, dict], args: Namespace) -> Path:
     """Write the results, and return where; the next run of the same flags and day replaces them."""
-    env = [environment(result.pop("environment")) for result in results.values()][0]
+    env = [machine.environment(result.pop("environment")) for result in results.values()][0]
+    env["transformers"] = importlib.metadata.version("transformers")
     whole = {"date": str(date.today()), "precision": "bfloat16" if args.bf16 else "float32",
              "left_out_steps": LEFT_OUT, "environment": env, "results": results}  # fmt: skip
-    device = re.sub(r"[^a-z0-9]+", "-", env["device_name"].lower()).strip("-")
-    parts = ["throughput", device, whole["date"], args.only, "bf16" if args.bf16 else ""]
-    path = REPO / "benchmarks" / "results" / ("-".join(filter(None, parts)) + ".json")
-    path.parent.mkdir(exist_ok=True)
-    text = json.dumps(whole, indent=1)
-    text = re.sub(r"\[[^][{}]*]", lambda m: " ".join(m[0].split()), text)  # a list on one line
-    path.write_text(text + "\n", encoding="utf-8")
+    more = args.only or "", "bf16" if args.bf16 else ""
+    path = machine.results_path("throughput", env["device_name"], *more)
+    machine.save(path, whole)
     return path
 
 
@@ -245,7 +228,7 @@ def main() -> int:
             except subprocess.CalledProcessError as error:
                 return error.returncode  # the program has said why
     path = write(results, args)
-    print(f"{table(results)}\n\n{path.relative_to(REPO)}")
+    print(f"{table(results)}\n\n{path.relative_to(machine.REPO)}")
     return 0
 
 

@@ -1,0 +1,149 @@
+"""What this machine can do for train_gpt2.py, in ten lines: put them into a bug report.
+
+    python benchmarks/doctor.py
+
+Rates are measured, a quarter of a second each; the attention kernel is the one that ran; the flags
+are asked of train_gpt2.py.
+"""
+
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+import warnings
+from itertools import count
+
+import machine
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(machine.REPO))
+import dataloader
+import train_gpt2
+
+
+def main():
+    warnings.filterwarnings("ignore")  # a compiler's, while it is tried out
+    world = train_gpt2.find_world({}, torch.cuda.device_count())
+    lines = {
+        "device": device(world.device),
+        "programs": programs(),
+        "precision": precision(world.device),
+        "attention": attention(world.device),
+        "compile": compiler(world.device),
+        "ranks": ranks(world.device),
+        "vocabulary": vocabulary(),
+        "disk": f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free here",
+        "rates": rates(world.device),
+        "flags": flags(world.device),
+    }
+    for name, text in lines.items():
+        print(f"{name + ':':<12}{text}")
+
+
+def device(device: torch.device) -> str:
+    processor = f"{machine.cpu_name()}, {machine.num_cores()} cores{memory()}"
+    if device.type != "cuda":
+        return f"{device.type}, no NVIDIA GPU; {processor}"
+    facts, number = torch.cuda.get_device_properties(device), torch.cuda.device_count()
+    return (
+        f"{number} x {facts.name}, {facts.total_memory / 2**30:,.0f} GiB, compute capability"
+        f" {facts.major}.{facts.minor}, driver {machine.driver()}; {processor}"
+    )
+
+
+def memory() -> str:
+    if not hasattr(os, "sysconf"):
+        return ""
+    return f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:,.0f} GiB"
+
+
+def programs() -> str:
+    commit = machine.output("git", "-C", str(machine.REPO), "describe", "--always", "--dirty")
+    cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    return (
+        f"commit {commit or 'unknown'}, torch {torch.__version__}{cuda}, Python"
+        f" {platform.python_version()}, {platform.platform()}"
+    )
+
+
+def precision(device: torch.device) -> str:
+    tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    bf16 = tf32 or train_gpt2.has_bf16(device, train_gpt2.Path("/proc/cpuinfo"))
+    answers = {True: "in hardware", False: "not in hardware"}
+    return f"BF16 {answers[bf16]}, TF32 {answers[tf32]}"
+
+
+def attention(device: torch.device) -> str:
+    """The kernels that flash_attention runs, in bfloat16 and float32."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        q = torch.randn(4, 12, 1024, 64, device=device, dtype=dtype, requires_grad=True)
+        y = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        kernel = re.match(r"ScaledDotProduct(\w+?)Attention", y.grad_fn.name())
+        name = kernel[1].lower() if kernel else "math"
+        found.append(f"{name} in {str(dtype).removeprefix('torch.')}")
+    return ", ".join(found)
+
+
+def compiler(device: torch.device) -> str:
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    cxx = machine.output(os.environ.get("CXX", "g++"), "--version").partition("\n")[0]
+    parts = [f"Triton {triton.__version__}" if triton else "no Triton", cxx or "no C++ compiler"]
+    return f"torch.compile {train_gpt2.why_not_compile(device) or 'works'}; {', '.join(parts)}"
+
+
+def ranks(device: torch.device) -> str:
+    if device.type == "cuda" and torch.distributed.is_nccl_available():
+        return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    return "gloo" if torch.distributed.is_gloo_available() else "none"
+
+
+def vocabulary() -> str:
+    missing = dataloader.missing_vocab()
+    return f"GPT-2's is missing: {', '.join(map(str, missing))}" if missing else "GPT-2's is here"
+
+
+def rates(device: torch.device) -> str:
+    """TFLOP/s of matrix products as train_gpt2.py measures them, and GB/s read and written."""
+    found = {}
+    for name, dtype in (("float32", torch.float32), ("BF16", torch.bfloat16)):
+        found[name] = train_gpt2.matmul_tflops(device, dtype)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        found["TF32"] = train_gpt2.matmul_tflops(device, torch.float32)
+        torch.set_float32_matmul_precision("highest")
+    products = ", ".join(f"{name} {rate:.3g}" for name, rate in found.items())
+    return f"matrix products in TFLOP/s: {products}; copies {copy_rate(device):,.0f} GB/s"
+
+
+def copy_rate(device: torch.device) -> float:
+    source = torch.ones(2**28, dtype=torch.uint8, device=device)
+    target = source.clone()
+    start = time.perf_counter()
+    for copies in count(1):
+        wait(target.copy_(source))
+        if (seconds := time.perf_counter() - start) > 0.25:
+            return 2 * copies * len(source) / seconds / 1e9
+
+
+def wait(x: Tensor):
+    x[0].item()  # until the device has written it
+
+
+def flags(device: torch.device) -> str:
+    """What train_gpt2.py chooses here if it is given none."""
+    config, given = train_gpt2.parse_args([], device.type)
+    off = train_gpt2.why_off(config, given, device)
+    names = ("tf32", "bf16", "compile", "flash", "pad_vocab", "fused")
+    states = [f"--{'no-' if name in off else ''}{name.replace('_', '-')}" for name in names]
+    return f"--model {config.model} {' '.join(states)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,591 @@
+"""The ladder of speed-ups of "Let's reproduce GPT-2 (124M)", measured on this machine.
+
+    python benchmarks/ladder.py                       # GPT-2 124M on a GPU, nano without one
+    python benchmarks/ladder.py --model gpt2 --micro-batch-size 1 --seq-len 256 --steps 5
+    python benchmarks/ladder.py --leave-one-out       # what does each bring on top of all others?
+    python benchmarks/ladder.py --resume              # go on with what was interrupted
+    python benchmarks/ladder.py --compare A.json B.json
+    python benchmarks/ladder.py --readme benchmarks/results/ladder-*.json
+
+Each rung adds one speed-up to those before it. It is a run of train_gpt2.py in a process of its
+own, and its row is read from that run's log; the command is printed, so that anyone can type it.
+All rungs are climbed once up and once down, since a machine's speed drifts.
+
+That the mathematics stayed the same is shown by the losses and the gradient norms of all steps,
+which must be those of the base, from the same weights and the same tokens. In bfloat16 and TF32
+that can't be shown closely. So what should not change the numbers at all is also added alone to the
+float32 base, where it must agree to 1e-5. A rung that does not is refused: no speed is shown for it
+and the rungs above do without it.
+
+Writes results/ladder-<device>-<date>-<model>.json after each run, and a picture of it where
+matplotlib is installed.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from datetime import date
+from itertools import count
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+
+import machine
+
+TRAIN = machine.REPO / "train_gpt2.py"
+README = machine.REPO / "README.md"
+MARKS = "<!-- ladder -->", "<!-- end of ladder -->"
+LEFT_OUT = 3  # steps at the start of a process, in which memory and caches fill
+BUSY = 0.1  # share of the machine that may be used by others before a run
+IDLE_WITHIN_S = 30
+SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")
+PRECISIONS = ("tf32", "bf16")  # these change the numbers, all others do not
+NAMES = {
+    "base": "float32, everything off", "tf32": "TF32", "bf16": "BF16 autocast",
+    "compile": "torch.compile", "flash": "flash attention", "pad-vocab": "padded vocabulary",
+    "fused": "fused AdamW", "accumulation": "accumulation", "all": "everything on",
+}  # fmt: skip
+# Largest relative differences from the base's losses and gradient norms. In float32 only the order
+# of additions differs (1e-7 was seen); bfloat16 moved 124M by 8e-4 and 6e-3.
+FLOAT32 = {"loss": 1e-5, "grad_norm": 1e-4}
+LOWER = {"loss": 5e-3, "grad_norm": 5e-2}  # TF32 and bfloat16
+ANOTHER_BATCH = {"loss": 2e-2}
+# Tokens per second of GPT-2 124M, or of a model of 11M, as the lecture and four people who followed
+# it published them; of the fourth only the factor over the step before is known.
+PUBLISHED = {
+    "A100, lecture": {"base": 16e3, "tf32": 49e3, "bf16": 54.5e3, "compile": 126e3, "flash": 170e3,
+                      "pad-vocab": 175e3, "fused": 182e3},
+    "RTX 4060 Ti": {"base": 1600, "tf32": 2000, "bf16": 3250, "flash": 15000, "pad-vocab": 15300},
+    "Colab GPU": {"tf32": 8780, "bf16": 10930, "compile": 24100, "flash": 34200,
+                  "pad-vocab": 35900, "fused": 36000, "accumulation": 38200},
+    "A800, 11M": {"base": 144547, "tf32": 542632, "bf16": 353410, "compile": 706729,
+                  "flash": 731946},
+    "RTX 3090": {"tf32": "x1.5", "bf16": "x1.5", "compile": "x1.3", "flash": "x1.1",
+                 "pad-vocab": "x1.06", "fused": "slower"},
+}  # fmt: skip
+
+# --------------------------------------------------------------------------------------------------
+# One run of train_gpt2.py. Flags are held by name: True, False or a value; ranks is torchrun's
+
+
+def base_flags(args: Namespace) -> dict:
+    T = args.seq_len or (128 if args.model == "nano" else 1024)
+    return {
+        "ranks": 1, "model": args.model, "seq-len": T, "micro-batch-size": args.micro_batch_size,
+        "batch-tokens": args.micro_batch_size * T, "steps": LEFT_OUT + args.steps,
+        # small and growing: with the lecture's 3e-4 from the start the first losses of 124M jump
+        # so much that rounding alone moves them by 1e-4
+        "learning-rate": 1e-4, "warmup-steps": LEFT_OUT + args.steps - 1, "cosine": False,
+        "eval-every": 0, "eval-tokens": 1, "save-every": 0,
+        **({"data-dir": args.data_dir} if args.data_dir else {}), **dict.fromkeys(SPEED_UPS, False),
+    }  # fmt: skip
+
+
+def command(flags: dict) -> list[str]:
+    """As one types it."""
+    ranks, words = flags["ranks"], ["python", "train_gpt2.py"]
+    if ranks > 1:
+        words = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", "train_gpt2.py"]
+        if (threads := machine.num_cores() // ranks) > 1 and not has_gpu():
+            words = ["env", f"OMP_NUM_THREADS={threads}", *words]  # torchrun gives each rank one
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif name != "ranks":
+            words.append(f"--{name}={value}")
+    return words
+
+
+def executable(words: list[str]) -> list[str]:
+    """The same with this Python and this train_gpt2.py."""
+    real = {"python": [sys.executable], "train_gpt2.py": [str(TRAIN)]}
+    real["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
+    return [part for word in words for part in real.get(word, [word])]
+
+
+def attempt(flags: dict) -> tuple[dict, int, str]:
+    """A run's values, its exit code, and if that is not 0 why. What does not fit is tried again
+    with half the micro-batch, which accumulation makes up for."""
+    with TemporaryDirectory() as folder:
+        busy = wait_until_idle()
+        program = [*executable(command(flags)), f"--out-dir={folder}/run"]
+        done = subprocess.run(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode == 0:
+            values = read_log(Path(folder, "run", "log.jsonl"))
+            return values | {"micro_batch_size": flags["micro-batch-size"], "busy": busy}, 0, ""
+    said = re.findall(r"train_gpt2\.py: (?:error: )?(.+)", done.stderr)
+    why = said[-1] if said else (done.stderr.splitlines() or ["no word"])[-1]
+    if "does not fit" in why and flags["micro-batch-size"] > 1:
+        return attempt(flags | {"micro-batch-size": flags["micro-batch-size"] // 2})
+    code = 2 if said and "exitcode  : 2" in done.stderr else done.returncode  # torchrun's is 1
+    return {}, code, why
+
+
+def read_log(path: Path) -> dict:
+    """What a row needs of a run's log; times in milliseconds, losses in nats per token."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    first, steps = records[0], [record for record in records if "ms" in record]
+    ready = next(record for record in records if "val_loss" in record)
+    return {
+        "environment": first["environment"],
+        "warm_up_s": ready["time"] - first["time"],  # compiling, and two throw-away passes
+        "peak_mib": max(step["peak_mib"] or 0 for step in steps),
+        "mfu": median(step["mfu"] for step in steps[LEFT_OUT:]),
+        **{name: [step[name] for step in steps] for name in ("ms", "loss", "grad_norm")},
+    }
+
+
+def wait_until_idle() -> float:
+    """The share of the machine that others use, once it is small, or half a minute has passed."""
+    begin = time.monotonic()
+    while (busy := busy_share()) > BUSY and time.monotonic() - begin < IDLE_WITHIN_S:
+        pass
+    return busy
+
+
+def busy_share() -> float:
+    """Of the processors, for half a second, or of the GPUs if that is more."""
+    before = processor_ticks()
+    time.sleep(0.5)
+    total, idle = (b - a for a, b in zip(before, processor_ticks(), strict=True))
+    query = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits")
+    shares = machine.output("nvidia-smi", *query).split()
+    gpus = [int(share) / 100 for share in shares if share.isdigit()]
+    return max([1 - idle / max(total, 1), *gpus]) if total else max([0.0, *gpus])
+
+
+def processor_ticks() -> tuple[int, int]:
+    """All so far, and the idle ones; zeros where the system does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0, 0
+    ticks = [int(word) for word in stat.read_text().split("\n")[0].split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]
+
+
+# --------------------------------------------------------------------------------------------------
+# Rungs
+
+
+def has_gpu() -> bool:
+    return bool(machine.driver()) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def rung_names(args: Namespace) -> list[str]:
+    ranks = [f"{n} ranks" for n in args.ranks]
+    names = [n for n in (*SPEED_UPS, "accumulation", *ranks) if n not in args.skip]
+    return ["base", *(n for n in names if not args.only or n in args.only)]
+
+
+def change(name: str, flags: dict, args: Namespace) -> dict:
+    """What a rung changes in the flags of those before it."""
+    B, T = flags["micro-batch-size"], flags["seq-len"]
+    if name in SPEED_UPS:
+        return {name: True}
+    if name == "accumulation":
+        return {"batch-tokens": args.batch_tokens or (524_288 if has_gpu() else 8 * B * T)}
+    if name.endswith("ranks"):
+        ranks = int(name.split()[0])
+        return {"ranks": ranks, "micro-batch-size": min(B, flags["batch-tokens"] // T // ranks)}
+    return {}
+
+
+def alone(name: str, base: dict) -> dict | None:
+    """The flags that add to the float32 base what should not change its numbers; None where there
+    is no such thing, or too few sequences to split."""
+    B = base["micro-batch-size"]
+    parts = {"accumulation": 2} | ({name: int(name.split()[0])} if name.endswith("ranks") else {})
+    if name in SPEED_UPS:
+        return None if name in PRECISIONS else base | {name: True}
+    if name not in parts or B % parts[name]:
+        return None
+    ranks = {} if name == "accumulation" else {"ranks": parts[name]}
+    return base | {"micro-batch-size": B // parts[name]} | ranks
+
+
+def difference(run: dict, flags: dict, other: dict, other_flags: dict) -> dict:
+    """The largest relative differences of losses and gradient norms, and what they may be. With
+    another number of tokens per step only the first losses are alike, and not closely."""
+    if flags["batch-tokens"] != other_flags["batch-tokens"]:
+        return {"loss": abs(run["loss"][0] / other["loss"][0] - 1), "tolerances": ANOTHER_BATCH}
+    lower = any(flags[name] or other_flags[name] for name in PRECISIONS)
+    found = {"tolerances": LOWER if lower else FLOAT32}
+    for key in ("loss", "grad_norm"):
+        pairs = zip(run[key], other[key], strict=True)
+        found[key] = max(abs(mine / theirs - 1) for mine, theirs in pairs)
+    return found
+
+
+def too_large(found: dict) -> str:
+    """Why a difference is refused; nothing if it is not."""
+    for key, most in found["tolerances"].items():
+        if not found[key] <= most:
+            return f"{key} differs from the base's by {found[key]:.1e}, more than {most:.0e}"
+    return ""
+
+
+@dataclass
+class Ladder:
+    """The rows so far and where they are kept. A row is a dict: name, flags, command, state, why,
+    runs (of each round), difference (from the base) and alone (the same, added to it alone)."""
+
+    args: Namespace
+    content: dict
+    path: Path | None = None  # none before the first run, which says what device this is
+
+    @property
+    def measured(self) -> list[dict]:
+        return [rung for rung in self.content["rungs"] if rung["state"] == "measured"]
+
+    def run(self, flags: dict) -> tuple[dict, int, str]:
+        """As attempt; ValueError if it is of another machine or program than the rows so far."""
+        run, code, why = attempt(flags)
+        if run:
+            found = machine.environment(run.pop("environment"))
+            known = self.content.setdefault("environment", found)
+            for key in ("device_name", "driver", "torch", "commit", "changed"):
+                if known[key] != found[key]:
+                    why = f"{self.path} was measured with {key} {known[key]}, not {found[key]}"
+                    raise ValueError(f"{why}: measure all of it again, without --resume")
+        return run, code, why
+
+    def keep(self, **more):
+        self.content |= more
+        if not self.path:
+            names = self.args.model, "leave-one-out" if self.args.leave_one_out else ""
+            device = self.content["environment"]["device_name"]
+            self.path = free(machine.results_path("ladder", device, *names))
+        machine.save(self.path, self.content)
+
+    def rung(self, name: str, flags: dict) -> dict:
+        """The row of that name with its first run, unless it is there already: measured, not on
+        this device, or refused. ValueError if there is nothing to compare it with."""
+        for rung in self.content["rungs"]:
+            if rung["name"] == name:
+                return rung
+        rung = {"name": name, "flags": flags, "command": shlex.join(command(flags))}
+        print(f"{name}: {rung['command']}", file=sys.stderr, flush=True)
+        run, code, why = {}, 2, f"{flags['ranks']} ranks, {machine.num_cores()} cores"
+        if flags["ranks"] <= machine.num_cores():
+            run, code, why = self.run(flags)
+        if not run and not self.measured:
+            raise ValueError(why)
+        states = {0: "measured", 2: "not on this device"}
+        rung |= {"state": states.get(code, "refused"), "why": why, "runs": [run] if run else []}
+        if run and self.measured:
+            self.check(rung)
+        self.content["rungs"].append(rung)
+        self.keep()
+        return rung
+
+    def check(self, rung: dict):
+        """Compare a row's first run with the base's, and what it adds alone to the base with that;
+        refuse a row that differs."""
+        flags, base = rung["flags"], self.measured[0]
+        alike = [r for r in self.measured if r["flags"]["batch-tokens"] == flags["batch-tokens"]]
+        other = (alike or [base])[0]
+        rung["difference"] = difference(rung["runs"][0], flags, other["runs"][0], other["flags"])
+        why, single = too_large(rung["difference"]), alone(rung["name"], base["flags"])
+        if single and not why:
+            run, code, failure = self.run(single)
+            if run:
+                rung["alone"] = difference(run, single, base["runs"][0], base["flags"])
+                failure = too_large(rung["alone"])
+            why = failure and f"alone, in float32: {failure}"
+        rung |= {"state": "refused", "why": why} if why else {}
+
+    def climb(self):
+        """The first round: each rung on top of those that can be had here."""
+        flags = base_flags(self.args)
+        for name in rung_names(self.args):
+            rung = self.rung(name, flags | change(name, flags, self.args))
+            if rung["state"] == "measured":
+                flags = rung["flags"]
+
+    def leave_one_out(self):
+        """The first round: everything that can be had here, then all of it but one."""
+        flags = base_flags(self.args) | dict.fromkeys(SPEED_UPS, True)
+        flags |= change("accumulation", flags, self.args)
+        for name in self.args.skip:
+            flags |= undo(name, flags)
+        while not self.content["rungs"]:
+            try:
+                self.rung("all", flags)
+            except ValueError as error:
+                found = re.match(r"--([\w-]+)", str(error))
+                if not found or not flags.get(found[1]):
+                    raise
+                print(f"not on this device: {error}", file=sys.stderr)
+                flags |= {found[1]: False}
+        flags = self.measured[0]["flags"]
+        for name in (*SPEED_UPS, "accumulation"):
+            if flags | undo(name, flags) != flags:
+                self.rung(f"without {name}", flags | undo(name, flags))
+
+    def second_round(self):
+        """The other way round, so that a machine that grows slower or faster does so for all."""
+        for rung in reversed(self.measured):
+            if len(rung["runs"]) == 1:
+                print(f"{rung['name']}, second time", file=sys.stderr, flush=True)
+                run, code, why = self.run(rung["flags"])
+                rung["runs"] += [run] if run else []
+                rung |= {} if run else {"state": "refused", "why": f"second time: {why}"}
+                self.keep()
+        self.keep(complete=True)
+
+
+def undo(name: str, flags: dict) -> dict:
+    if name == "accumulation":
+        return {"batch-tokens": flags["micro-batch-size"] * flags["seq-len"]}
+    return {name: False}
+
+
+def free(path: Path) -> Path:
+    """path, or with -2, -3, ... if that is taken."""
+    paths = (path.with_stem(f"{path.stem}-{n}") for n in count(2))
+    return path if not path.exists() else next(p for p in paths if not p.exists())
+
+
+# --------------------------------------------------------------------------------------------------
+# What is shown
+
+
+def round_speeds(rung: dict) -> list[float]:
+    """Tokens per second in each round: the median of the steps that count."""
+    batch_tokens = rung["flags"]["batch-tokens"]
+    return [1000 * batch_tokens / median(run["ms"][LEFT_OUT:]) for run in rung["runs"]]
+
+
+def speed(rung: dict) -> float:
+    return mean(round_speeds(rung))
+
+
+def rows(content: dict) -> list[dict]:
+    """For each rung a dict from column to text."""
+    table, measured = [], [r for r in content["rungs"] if r["state"] == "measured"]
+    published = {n: c for n, c in PUBLISHED.items() if not content["settings"]["leave_one_out"]}
+    for rung in content["rungs"]:
+        name = rung["name"]
+        row = {"rung": ("+ " if name in NAMES and name not in ("base", "all") else "")
+               + NAMES.get(name, name)}  # fmt: skip
+        if rung["state"] == "measured":
+            before = measured[max(0, measured.index(rung) - 1)]
+            row |= measured_cells(rung, measured[0], before)
+        else:
+            row["ms/step"] = f"{rung['state']}: {rung['why']}"
+        for column, values in published.items():
+            value = values.get(name, "")
+            row[column] = value if isinstance(value, str) else f"{value:,.0f}"
+        table.append(row)
+    return table
+
+
+def measured_cells(rung: dict, base: dict, before: dict) -> dict:
+    runs = rung["runs"]
+    times = sorted(ms for run in runs for ms in run["ms"][LEFT_OUT:])
+    tenth = len(times) // 10
+    factors = {"x before": speed(rung) / speed(before), "x base": speed(rung) / speed(base)}
+    cells = {
+        "ms/step": f"{times[len(times) // 2]:,.1f} ({times[tenth]:,.1f} to {times[~tenth]:,.1f})",
+        "tokens/s": f"{speed(rung):,.0f}",
+        **{column: f"{value:.2f}" for column, value in factors.items()},
+        "MFU": f"{mean(run['mfu'] for run in runs):.0%}",
+        "peak MiB": f"{max(run['peak_mib'] for run in runs):,.0f}",
+        "loss": f"{runs[0]['loss'][-1]:.4f}",
+    }
+    if rung["flags"]["compile"]:
+        cells["compile s"] = ", ".join(f"{run['warm_up_s']:.1f}" for run in runs)
+    for key in ("difference", "alone"):
+        found = rung.get(key, {})
+        shown = [found[name] for name in ("loss", "grad_norm") if name in found]
+        cells[key] = ", ".join(f"{value:.0e}" for value in shown)
+    halved = runs[-1]["micro_batch_size"]
+    if halved != rung["flags"]["micro-batch-size"]:
+        cells["ms/step"] += f", micro-batch {halved}: more did not fit"
+    return cells
+
+
+def markdown(table: list[dict]) -> str:
+    columns = list(max(table, key=len))
+    lines = [columns, ["---", *["--:"] * (len(columns) - 1)]]
+    lines += [[row.get(column, "") for column in columns] for row in table]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def report(content: dict) -> str:
+    """Markdown: what was measured and where, the table, and how to read it."""
+    env, flags = content["environment"], content["rungs"][0]["flags"]
+    rungs = content["rungs"]
+    name = {"gpt2": "GPT-2 124M"}.get(flags["model"], flags["model"])
+    changed = f" and changes to {', '.join(env['changed'])}" if env["changed"] else ""
+    head = (
+        f"**{name} on {env['device_name']}**, T {flags['seq-len']}, {flags['micro-batch-size']}"
+        f" sequences per pass, torch {env['torch']}, {content['date']}, commit"
+        f" {env['commit'][:7]}{changed}. Median of {content['settings']['steps']} steps in each of"
+        f" {max(len(r['runs']) for r in rungs)} rounds, and the middle 80 % of them."
+    )
+    unfinished = "" if content.get("complete") else " Not finished: go on with --resume."
+    return f"{head}{unfinished}\n\n{markdown(rows(content))}"
+
+
+def compare(a: dict, b: dict) -> str:
+    """Two machines side by side."""
+    table, others = [], {r["name"]: r for r in b["rungs"] if r["state"] == "measured"}
+    names = [c["environment"]["device_name"] for c in (a, b)]
+    bases = a["rungs"][0], b["rungs"][0]
+    for rung in a["rungs"]:
+        other = others.get(rung["name"])
+        if rung["state"] != "measured" or not other:
+            continue
+        row = {"rung": NAMES.get(rung["name"], rung["name"])}
+        for side, name, mine, base in zip("AB", names, (rung, other), bases, strict=True):
+            row[f"{side}: {name}, tokens/s"] = f"{speed(mine):,.0f}"
+            row[f"{side}: x base"] = f"{speed(mine) / speed(base):.2f}"
+        table.append(row | {"B / A": f"{speed(other) / speed(rung):.2f}"})
+    return markdown(table)
+
+
+def draw(content: dict, path: Path):
+    """The speeds as bars, with the published ones as marks, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
+        return
+    measured = [r for r in content["rungs"] if r["state"] == "measured"]
+    labels = [NAMES.get(r["name"], r["name"]) for r in measured]
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot(yscale="log", ylabel="tokens/s")
+    env = content["environment"]
+    bars = axes.bar(labels, [speed(r) for r in measured], label=env["device_name"], alpha=0.7)
+    factors = [speed(r) / speed(measured[0]) for r in measured]
+    axes.bar_label(bars, [f"x{factor:.2f}" for factor in factors], label_type="center")
+    for column, values in PUBLISHED.items() if not content["settings"]["leave_one_out"] else ():
+        known = {NAMES[name]: value for name, value in values.items() if name in NAMES}
+        known = {n: v for n, v in known.items() if n in labels and not isinstance(v, str)}
+        if known:
+            axes.plot(list(known), list(known.values()), "o", label=f"{column} (published)")
+    axes.tick_params(axis="x", rotation=30)
+    axes.legend()
+    figure.savefig(path)
+
+
+def with_block(text: str, contents: list[dict]) -> str:
+    """A README with the tables of these results between its marks."""
+    blocks = [report(content) for content in contents]
+    if all(content["environment"]["device"] != "cuda" for content in contents):
+        blocks.insert(0, "**GPT-2 124M on a GPU**: not measured yet.")
+    before, _, rest = text.partition(MARKS[0])
+    _, mark, after = rest.partition(MARKS[1])
+    if not mark:
+        raise ValueError(f"the README has no {MARKS[0]} and {MARKS[1]}")
+    return "\n\n".join([before + MARKS[0], *blocks, mark + after])
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def parse_args() -> Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add, names = parser.add_argument, [*SPEED_UPS, "accumulation"]
+    add("--model", help="as train_gpt2.py's (default: gpt2 on a GPU, nano without one)")
+    add("--micro-batch-size", type=int, default=16, help="sequences per pass (default: 16)")
+    add("--seq-len", type=int, help="tokens per sequence (default: 1024, nano 128)")
+    add(
+        "--batch-tokens", type=int, help="of accumulation (default: 524288; without a GPU 8 passes)"
+    )
+    add("--steps", type=int, help="timed steps of a run (default: 20, nano 40)")
+    add("--data-dir", help="token shards (default: Python's own source)")
+    add("--ranks", type=number_list, help="of DDP (default: 2,4,8, those that the machine has)")
+    add("--only", nargs="+", default=[], metavar="RUNG", help=f"of {' '.join(names)} 'N ranks'")
+    add("--skip", nargs="+", default=[], metavar="RUNG", help="leave these out")
+    add("--leave-one-out", action="store_true", help="everything on, one off")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with the newest unfinished ladder of these flags",
+    )
+    add("--compare", nargs=2, type=Path, metavar="JSON", help="print two results side by side")
+    add("--readme", nargs="+", type=Path, metavar="JSON", help="put their tables into the README")
+    args = parser.parse_args()
+    args.model = args.model or ("gpt2" if has_gpu() else "nano")
+    args.steps = args.steps or (40 if args.model == "nano" else 20)
+    args.ranks = [
+        n for n in args.ranks or (2, 4, 8) if n > 1 and (args.ranks or n <= num_devices())
+    ]
+    known = {*names, *(f"{n} ranks" for n in args.ranks)}
+    for name in args.only + args.skip:
+        if name not in known:
+            parser.error(f"--only and --skip take {', '.join(sorted(known))}, not {name}")
+    if min(args.micro_batch_size, args.steps, *args.ranks, args.seq_len or 1) < 1:
+        parser.error("--micro-batch-size, --seq-len, --steps and --ranks must be at least 1")
+    return args
+
+
+def number_list(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def num_devices() -> int:
+    """GPUs, or where there is none cores."""
+    gpus = machine.output("nvidia-smi", "--list-gpus").splitlines()
+    return len(gpus) if has_gpu() else machine.num_cores()
+
+
+def start(args: Namespace) -> Ladder:
+    """A new ladder, or the newest one of the same flags that is not complete."""
+    left_out = ("resume", "compare", "readme")
+    settings = {name: value for name, value in vars(args).items() if name not in left_out}
+    if args.resume:
+        paths = machine.RESULTS.glob("ladder-*.json")
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["settings"] == settings and not content.get("complete"):
+                return Ladder(args, content, path)
+    return Ladder(args, {"date": str(date.today()), "settings": settings, "rungs": []})
+
+
+def measure(args: Namespace) -> int:
+    """Measure what is not there yet, keep it, print it. Exit code 1 if a rung was refused."""
+    ladder = start(args)
+    with TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # the first compilation of a rung is cold
+        (ladder.leave_one_out if args.leave_one_out else ladder.climb)()
+        ladder.second_round()
+    draw(ladder.content, ladder.path.with_suffix(".png"))
+    print(f"{report(ladder.content)}\n\n{ladder.path}")
+    return int(any(rung["state"] == "refused" for rung in ladder.content["rungs"]))
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        if args.compare or args.readme:
+            paths = args.compare or args.readme
+            contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        if args.compare:
+            print(compare(*contents))
+        elif args.readme:
+            README.write_text(with_block(README.read_text("utf-8"), contents), "utf-8")
+        else:
+            return measure(args)
+    except (OSError, ValueError) as error:
+        print(f"ladder.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ladder.py: stopped; the finished runs are kept: --resume goes on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""What the results of these benchmarks say about the machine, and how they are kept."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from datetime import date
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+RESULTS = REPO / "benchmarks" / "results"
+
+
+def output(*command) -> str:
+    """What a program prints; nothing if it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def driver() -> str:
+    """NVIDIA's, where there is one."""
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    return output("nvidia-smi", *query).partition("\n")[0]
+
+
+def changed_files() -> list[str]:
+    """Programs that are not as in the commit."""
+    return output("git", "-C", str(REPO), "diff", "--name-only", "HEAD", "--", "*.py").split()
+
+
+def environment(logged: dict) -> dict:
+    """What train_gpt2.py logs of it, and what more a result depends on."""
+    cpu = {"cpu": cpu_name(), "cores": num_cores(), "driver": driver()}
+    cpu["changed"] = changed_files()
+    name = cpu["cpu"] if logged["device"] == "cpu" else logged["device_name"]
+    return logged | {"device_name": name} | cpu
+
+
+def results_path(*parts: str) -> Path:
+    """Where results are kept: program-device-date-more.json, in small letters."""
+    program, device, *more = (re.sub("[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
+    names = [program, device, str(date.today()), *more]
+    return RESULTS / ("-".join(filter(None, names)) + ".json")
+
+
+def save(path: Path, content: dict):
+    """Write content whole, a list of numbers on one line."""
+    text = re.sub(r"\[[^][{}]*]", lambda m: " ".join(m[0].split()), json.dumps(content, indent=1))
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    os.replace(unfinished, path)

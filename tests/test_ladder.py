@@ -1,0 +1,171 @@
+"""benchmarks/ladder.py and doctor.py, as programs, in a copy of the project that a test breaks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ladder
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+BREAKS = {  # what a wrong speed-up would do: the rung, the line, what becomes of it
+    "no scale": ("flash", "is_causal=True)", "is_causal=True, scale=1.0)"),
+    "no mask": ("flash", "is_causal=True)", "is_causal=False)"),
+    "padded targets": ("pad-vocab", "is_padding = ids >=", "is_padding = ids > 63 +"),
+}
+
+
+def copy_of_project(folder: Path, *edits: tuple[str, str, str]) -> Path:
+    """A copy of the programs, with edits: file, old, new."""
+    (folder / "benchmarks").mkdir(parents=True)
+    for path in [*REPO.glob("*.py"), *REPO.glob("benchmarks/*.py")]:
+        shutil.copy(path, folder / path.relative_to(REPO))
+    for name, old, new in edits:
+        text = (folder / name).read_text(encoding="utf-8")
+        assert old in text
+        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
+def command(project: Path, data_dir: Path, *flags: str) -> list:
+    program = [sys.executable, project / "benchmarks" / "ladder.py", "--model", "nano"]
+    small = ["--steps", "2", "--micro-batch-size", "4", "--data-dir", data_dir]
+    return [*program, *small, *flags]
+
+
+def climb(project: Path, data_dir: Path, *flags: str, code: int = 0) -> tuple[dict, str]:
+    """The results of a whole ladder, and what it printed."""
+    line = command(project, data_dir, *flags)
+    done = subprocess.run(line, cwd=project, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return results(project), done.stdout
+
+
+def results(project: Path) -> dict:
+    [path] = (project / "benchmarks" / "results").glob("ladder-*.json")
+    return json.loads(path.read_text())
+
+
+def states(content: dict) -> dict[str, str]:
+    return {rung["name"]: rung["state"] for rung in content["rungs"]}
+
+
+@pytest.mark.parametrize("fault", [
+    "no scale",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("no mask", "padded targets")),
+])  # fmt: skip
+def test_a_rung_that_changes_the_mathematics_is_refused(tmp_path, data_dir, fault):
+    name, old, new = BREAKS[fault]
+    project = copy_of_project(tmp_path / "project", ("model.py", old, new))
+    content, text = climb(project, data_dir, "--only", name, code=1)
+    assert states(content) == {"base": "measured", name: "refused"}
+    assert "differs from the base's by" in text
+
+
+@pytest.mark.slow
+def test_the_rungs_above_do_without_a_refused_one(tmp_path, data_dir):
+    name, old, new = BREAKS["no scale"]
+    project = copy_of_project(tmp_path / "project", ("model.py", old, new))
+    content, text = climb(project, data_dir, "--only", name, "fused", code=1)
+    assert states(content) == {"base": "measured", name: "refused", "fused": "measured"}
+    assert f"--no-{name}" in content["rungs"][2]["command"]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_measured_with_half_the_micro_batch(tmp_path, data_dir):
+    too_large = (
+        "train_gpt2.py",
+        "    for micro_step in range(num_micro):\n",
+        "    if config.flash and config.micro_batch_size > 1:\n"
+        "        raise torch.OutOfMemoryError('no room')\n"
+        "    for micro_step in range(num_micro):\n",
+    )
+    project = copy_of_project(tmp_path / "project", too_large)
+    content, text = climb(project, data_dir, "--only", "flash")
+    base, flash = content["rungs"]
+    assert [run["micro_batch_size"] for run in base["runs"]] == [4, 4]
+    assert [run["micro_batch_size"] for run in flash["runs"]] == [1, 1]
+    assert "micro-batch 1: more did not fit" in text
+    assert max(flash["difference"][key] for key in ("loss", "grad_norm")) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_whole_ladder(tmp_path, data_dir):
+    """Every rung is measured or says why not; JSON, picture, README block and comparison."""
+    project = copy_of_project(tmp_path / "project")
+    content, text = climb(project, data_dir, "--ranks", "2,999")
+    expected = dict.fromkeys(["base", *ladder.SPEED_UPS, "accumulation", "2 ranks"], "measured")
+    missing = {"tf32": "not on this device", "999 ranks": "not on this device"}
+    assert states(content) == expected | missing
+    for rung in content["rungs"]:
+        assert rung["why"] if rung["name"] in missing else len(rung["runs"]) == 2
+        for run in rung["runs"]:
+            assert len(run["ms"]) == len(run["loss"]) == 2 + ladder.LEFT_OUT
+    alone = [rung["name"] for rung in content["rungs"] if "alone" in rung]
+    assert alone == ["compile", "flash", "pad-vocab", "fused", "accumulation", "2 ranks"]
+    assert content["complete"] and "Not finished" not in text
+    [picture] = (project / "benchmarks" / "results").glob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    path = picture.with_suffix(".json")
+    for again in range(2):  # the second time replaces what the first one wrote
+        (project / "README.md").write_text("a\n<!-- ladder -->" + again * "x" +
+                                           "<!-- end of ladder -->\nb\n")  # fmt: skip
+        program = [sys.executable, project / "benchmarks" / "ladder.py"]
+        subprocess.run([*program, "--readme", path], check=True)
+        readme = (project / "README.md").read_text()
+        assert readme.startswith("a\n") and readme.endswith("b\n")
+        assert text.rpartition("\n\n")[0] in readme and "not measured yet" in readme
+    done = subprocess.run([*program, "--compare", path, path], capture_output=True, text=True)
+    assert done.stdout.count("| 1.00 |") >= 8  # B / A
+
+
+@pytest.mark.slow
+def test_leave_one_out(tmp_path, data_dir):
+    project = copy_of_project(tmp_path / "project")
+    content, _ = climb(project, data_dir, "--leave-one-out", "--skip", "compile", "bf16")
+    names = ["without flash", "without pad-vocab", "without fused", "without accumulation"]
+    assert states(content) == dict.fromkeys(["all", *names], "measured")
+    for rung in content["rungs"][1:4]:
+        assert rung["command"].count("--no-") == content["rungs"][0]["command"].count("--no-") + 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_ladder_keeps_its_runs_and_goes_on(tmp_path, data_dir):
+    project = copy_of_project(tmp_path / "project")
+    flags = ["--only", "flash", "fused"]
+    process = subprocess.Popen(command(project, data_dir, *flags), cwd=project)
+    folder = project / "benchmarks" / "results"
+    while not list(folder.glob("ladder-*.json")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 130
+    before = results(project)
+    assert not before.get("complete")
+    after, _ = climb(project, data_dir, *flags, "--resume")
+    assert after["complete"] and len(after["rungs"]) == 3
+    assert after["rungs"][0]["runs"][0] == before["rungs"][0]["runs"][0]
+
+    other = json.loads(next(folder.glob("*.json")).read_text())
+    other["complete"], other["environment"]["torch"] = False, "0.1"
+    other["rungs"] = other["rungs"][:1]
+    next(folder.glob("*.json")).write_text(json.dumps(other))
+    line = command(project, data_dir, *flags, "--resume")
+    done = subprocess.run(line, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 2 and "torch 0.1" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_doctor_says_ten_lines():
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    program = [sys.executable, REPO / "benchmarks" / "doctor.py"]
+    done = subprocess.run(program, check=True, capture_output=True, text=True, env=env)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 10 and not done.stderr
+    assert lines[-1].startswith("flags:      --model nano --no-tf32")
