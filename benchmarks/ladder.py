@@ -54,10 +54,11 @@ NAMES = {
     "fused": "fused AdamW", "accumulation": "accumulation", "all": "everything on",
 }  # fmt: skip
 # Largest relative differences from the base's losses and gradient norms. In float32 only the order
-# of additions differs (1e-7 was seen); bfloat16 moved 124M by 8e-4 and 6e-3.
+# of additions differs: 4e-7 was seen. bfloat16 moved 124M by 2e-3 and 3e-2, and one sequence of 256
+# tokens has another first loss than eight, by 2e-2.
 FLOAT32 = {"loss": 1e-5, "grad_norm": 1e-4}
-LOWER = {"loss": 5e-3, "grad_norm": 5e-2}  # TF32 and bfloat16
-ANOTHER_BATCH = {"loss": 2e-2}
+LOWER = {"loss": 1e-2, "grad_norm": 0.1}  # TF32 and bfloat16
+ANOTHER_BATCH = {"loss": 5e-2}
 # Tokens per second of GPT-2 124M, or of a model of 11M, as the lecture and four people who followed
 # it published them; of the fourth only the factor over the step before is known.
 PUBLISHED = {

@@ -161,6 +161,14 @@ def test_an_interrupted_ladder_keeps_its_runs_and_goes_on(tmp_path, data_dir):
     assert done.returncode == 2 and "torch 0.1" in done.stderr.splitlines()[-1]
 
 
+def test_the_readme_shows_the_results_that_are_kept():
+    """Its ladder is what --readme makes of the files beside the picture's."""
+    paths = sorted((REPO / "benchmarks" / "results").glob("ladder-*.json"))
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    assert contents and ladder.with_block(text, contents) == text
+
+
 @pytest.mark.slow
 def test_the_doctor_says_ten_lines():
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
