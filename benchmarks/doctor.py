@@ -40,7 +40,7 @@ def main():
         "flags": flags(world.device),
     }
     for name, text in lines.items():
-        print(f"{name + ':':<12}{text}")
+        print(f"{name + ':':<12}{' '.join(text.split())}")
 
 
 def device(device: torch.device) -> str:
@@ -69,8 +69,12 @@ def programs() -> str:
     )
 
 
+def has_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def precision(device: torch.device) -> str:
-    tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    tf32 = has_tf32(device)
     bf16 = tf32 or train_gpt2.has_bf16(device, train_gpt2.Path("/proc/cpuinfo"))
     answers = {True: "in hardware", False: "not in hardware"}
     return f"BF16 {answers[bf16]}, TF32 {answers[tf32]}"
@@ -80,7 +84,8 @@ def attention(device: torch.device) -> str:
     """The kernels that flash_attention runs, in bfloat16 and float32."""
     found = []
     for dtype in (torch.bfloat16, torch.float32):
-        q = torch.randn(4, 12, 1024, 64, device=device, dtype=dtype, requires_grad=True)
+        x = torch.randn(4, 1024, 12, 64, device=device, dtype=dtype, requires_grad=True)
+        q = x.transpose(1, 2)  # as the model's are
         y = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         kernel = re.match(r"ScaledDotProduct(\w+?)Attention", y.grad_fn.name())
         name = kernel[1].lower() if kernel else "math"
@@ -99,8 +104,10 @@ def compiler(device: torch.device) -> str:
 
 
 def ranks(device: torch.device) -> str:
-    if device.type == "cuda" and torch.distributed.is_nccl_available():
-        return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    if device.type == "cuda":
+        has_nccl = torch.distributed.is_nccl_available()
+        version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else ""
+        return f"NCCL {version}" if has_nccl else "no NCCL: one rank"
     return "gloo" if torch.distributed.is_gloo_available() else "none"
 
 
@@ -114,7 +121,7 @@ def rates(device: torch.device) -> str:
     found = {}
     for name, dtype in (("float32", torch.float32), ("BF16", torch.bfloat16)):
         found[name] = train_gpt2.matmul_tflops(device, dtype)
-    if device.type == "cuda":
+    if has_tf32(device):
         torch.set_float32_matmul_precision("high")
         found["TF32"] = train_gpt2.matmul_tflops(device, torch.float32)
         torch.set_float32_matmul_precision("highest")
@@ -142,7 +149,8 @@ def flags(device: torch.device) -> str:
     off = train_gpt2.why_off(config, given, device)
     names = ("tf32", "bf16", "compile", "flash", "pad_vocab", "fused")
     states = [f"--{'no-' if name in off else ''}{name.replace('_', '-')}" for name in names]
-    return f"--model {config.model} {' '.join(states)}"
+    reasons = "; ".join(f"no {name}: {why}" for name, why in off.items())
+    return f"--model {config.model} {' '.join(states)}; {reasons or 'nothing is off'}"
 
 
 if __name__ == "__main__":

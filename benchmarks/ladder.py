@@ -36,7 +36,7 @@ from datetime import date
 from itertools import count
 from pathlib import Path
 from statistics import mean, median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 import machine
 
@@ -45,7 +45,7 @@ README = machine.REPO / "README.md"
 MARKS = "<!-- ladder -->", "<!-- end of ladder -->"
 LEFT_OUT = 3  # steps at the start of a process, in which memory and caches fill
 BUSY = 0.1  # share of the machine that may be used by others before a run
-IDLE_WITHIN_S = 30
+IDLE_WITHIN_S = 5
 SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")
 PRECISIONS = ("tf32", "bf16")  # these change the numbers, all others do not
 NAMES = {
@@ -63,7 +63,7 @@ ANOTHER_BATCH = {"loss": 5e-2}
 # it published them; of the fourth only the factor over the step before is known.
 PUBLISHED = {
     "A100, lecture": {"base": 16e3, "tf32": 49e3, "bf16": 54.5e3, "compile": 126e3, "flash": 170e3,
-                      "pad-vocab": 175e3, "fused": 182e3},
+                      "pad-vocab": 175e3, "fused": 182e3},  # 16,384 tokens in 90 ms
     "RTX 4060 Ti": {"base": 1600, "tf32": 2000, "bf16": 3250, "flash": 15000, "pad-vocab": 15300},
     "Colab GPU": {"tf32": 8780, "bf16": 10930, "compile": 24100, "flash": 34200,
                   "pad-vocab": 35900, "fused": 36000, "accumulation": 38200},
@@ -95,14 +95,24 @@ def command(flags: dict) -> list[str]:
     ranks, words = flags["ranks"], ["python", "train_gpt2.py"]
     if ranks > 1:
         words = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", "train_gpt2.py"]
-        if (threads := machine.num_cores() // ranks) > 1 and not has_gpu():
-            words = ["env", f"OMP_NUM_THREADS={threads}", *words]  # torchrun gives each rank one
     for name, value in flags.items():
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         elif name != "ranks":
             words.append(f"--{name}={value}")
     return words
+
+
+def threads(flags: dict) -> dict[str, str]:
+    """The environment that shares a CPU's cores among its ranks: torchrun would give each one."""
+    share = machine.num_cores() // flags["ranks"]
+    is_shared = flags["ranks"] > 1 and share > 1 and not machine.num_gpus()
+    return {"OMP_NUM_THREADS": str(share)} if is_shared else {}
+
+
+def typed(flags: dict) -> str:
+    settings = [f"{name}={value}" for name, value in threads(flags).items()]
+    return " ".join([*settings, shlex.join(command(flags))])
 
 
 def executable(words: list[str]) -> list[str]:
@@ -114,20 +124,39 @@ def executable(words: list[str]) -> list[str]:
 
 def attempt(flags: dict) -> tuple[dict, int, str]:
     """A run's values, its exit code, and if that is not 0 why. What does not fit is tried again
-    with half the micro-batch, which accumulation makes up for."""
+    with a smaller micro-batch, which accumulation makes up for; the values hold its flags."""
     with TemporaryDirectory() as folder:
         busy = wait_until_idle()
         program = [*executable(command(flags)), f"--out-dir={folder}/run"]
-        done = subprocess.run(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode == 0:
+        code, errors = finish(program, os.environ | threads(flags))
+        if code == 0:
             values = read_log(Path(folder, "run", "log.jsonl"))
-            return values | {"micro_batch_size": flags["micro-batch-size"], "busy": busy}, 0, ""
-    said = re.findall(r"train_gpt2\.py: (?:error: )?(.+)", done.stderr)
-    why = said[-1] if said else (done.stderr.splitlines() or ["no word"])[-1]
-    if "does not fit" in why and flags["micro-batch-size"] > 1:
-        return attempt(flags | {"micro-batch-size": flags["micro-batch-size"] // 2})
-    code = 2 if said and "exitcode  : 2" in done.stderr else done.returncode  # torchrun's is 1
-    return {}, code, why
+            return values | {"flags": flags, "busy": busy}, 0, ""
+    said = re.findall(r"train_gpt2\.py: (?:error: )?(.+)|^(\w+Error: .+)", errors, re.M)
+    why = "".join(said[-1]) if said else f"ended with {code} and no word"
+    smaller = [b for b in range(1, flags["micro-batch-size"]) if divides(b, flags)]
+    if smaller and (code == -signal.SIGKILL or re.search("does not fit|allocate memory", why)):
+        return attempt(flags | {"micro-batch-size": smaller[-1]})
+    return {}, 2 if "exitcode  : 2" in errors else code, why  # torchrun's own is 1
+
+
+def divides(micro_batch_size: int, flags: dict) -> bool:
+    return flags["batch-tokens"] % (micro_batch_size * flags["seq-len"] * flags["ranks"]) == 0
+
+
+def finish(program: list[str], env: dict) -> tuple[int, str]:
+    """A program's exit code and what it said of errors. Interrupted, it is asked to end, as
+    torchrun needs to be to end its ranks."""
+    with TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=errors, env=env)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        errors.seek(0)
+        return code, errors.read()
 
 
 def read_log(path: Path) -> dict:
@@ -137,7 +166,7 @@ def read_log(path: Path) -> dict:
     ready = next(record for record in records if "val_loss" in record)
     return {
         "environment": first["environment"],
-        "warm_up_s": ready["time"] - first["time"],  # compiling, and two throw-away passes
+        "start_s": ready["time"] - first["time"],  # compiling, two passes and a small validation
         "peak_mib": max(step["peak_mib"] or 0 for step in steps),
         "mfu": median(step["mfu"] for step in steps[LEFT_OUT:]),
         **{name: [step[name] for step in steps] for name in ("ms", "loss", "grad_norm")},
@@ -145,7 +174,7 @@ def read_log(path: Path) -> dict:
 
 
 def wait_until_idle() -> float:
-    """The share of the machine that others use, once it is small, or half a minute has passed."""
+    """The share of the machine that others use, once it is small or some seconds have passed."""
     begin = time.monotonic()
     while (busy := busy_share()) > BUSY and time.monotonic() - begin < IDLE_WITHIN_S:
         pass
@@ -176,10 +205,6 @@ def processor_ticks() -> tuple[int, int]:
 # Rungs
 
 
-def has_gpu() -> bool:
-    return bool(machine.driver()) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-
-
 def rung_names(args: Namespace) -> list[str]:
     ranks = [f"{n} ranks" for n in args.ranks]
     names = [n for n in (*SPEED_UPS, "accumulation", *ranks) if n not in args.skip]
@@ -192,29 +217,34 @@ def change(name: str, flags: dict, args: Namespace) -> dict:
     if name in SPEED_UPS:
         return {name: True}
     if name == "accumulation":
-        return {"batch-tokens": args.batch_tokens or (524_288 if has_gpu() else 8 * B * T)}
+        return {"batch-tokens": args.batch_tokens or (524_288 if machine.num_gpus() else 8 * B * T)}
     if name.endswith("ranks"):
         ranks = int(name.split()[0])
-        return {"ranks": ranks, "micro-batch-size": min(B, flags["batch-tokens"] // T // ranks)}
+        most = max(1, flags["batch-tokens"] // T // ranks)
+        return {"ranks": ranks, "micro-batch-size": min(B, most)}
     return {}
 
 
-def alone(name: str, base: dict) -> dict | None:
-    """The flags that add to the float32 base what should not change its numbers; None where there
-    is no such thing, or too few sequences to split."""
-    B = base["micro-batch-size"]
-    parts = {"accumulation": 2} | ({name: int(name.split()[0])} if name.endswith("ranks") else {})
+def alone(name: str, base: dict) -> tuple[dict, dict] | None:
+    """The float32 base with what should not change its numbers, and the base to compare it with;
+    None where there is no such thing."""
+    B, T = base["micro-batch-size"], base["seq-len"]
     if name in SPEED_UPS:
-        return None if name in PRECISIONS else base | {name: True}
-    if name not in parts or B % parts[name]:
-        return None
-    ranks = {} if name == "accumulation" else {"ranks": parts[name]}
-    return base | {"micro-batch-size": B // parts[name]} | ranks
+        return None if name in PRECISIONS else (base | {name: True}, base)
+    if name == "accumulation":
+        twice = base | {"micro-batch-size": 2 * B, "batch-tokens": 2 * B * T}
+        return (base | {"micro-batch-size": B // 2}, base) if B % 2 == 0 else (
+            twice | {"micro-batch-size": B}, twice)  # fmt: skip
+    if name.endswith("ranks"):
+        whole = base | {"batch-tokens": base["batch-tokens"] * int(name.split()[0])}
+        return whole | {"ranks": int(name.split()[0])}, whole
+    return None
 
 
-def difference(run: dict, flags: dict, other: dict, other_flags: dict) -> dict:
+def difference(run: dict, other: dict) -> dict:
     """The largest relative differences of losses and gradient norms, and what they may be. With
     another number of tokens per step only the first losses are alike, and not closely."""
+    flags, other_flags = run["flags"], other["flags"]
     if flags["batch-tokens"] != other_flags["batch-tokens"]:
         return {"loss": abs(run["loss"][0] / other["loss"][0] - 1), "tolerances": ANOTHER_BATCH}
     lower = any(flags[name] or other_flags[name] for name in PRECISIONS)
@@ -252,7 +282,7 @@ class Ladder:
         if run:
             found = machine.environment(run.pop("environment"))
             known = self.content.setdefault("environment", found)
-            for key in ("device_name", "driver", "torch", "commit", "changed"):
+            for key in ("device", "device_name", "driver", "torch", "commit", "changed"):
                 if known[key] != found[key]:
                     why = f"{self.path} was measured with {key} {known[key]}, not {found[key]}"
                     raise ValueError(f"{why}: measure all of it again, without --resume")
@@ -269,39 +299,61 @@ class Ladder:
     def rung(self, name: str, flags: dict) -> dict:
         """The row of that name with its first run, unless it is there already: measured, not on
         this device, or refused. ValueError if there is nothing to compare it with."""
-        for rung in self.content["rungs"]:
-            if rung["name"] == name:
-                return rung
-        rung = {"name": name, "flags": flags, "command": shlex.join(command(flags))}
-        print(f"{name}: {rung['command']}", file=sys.stderr, flush=True)
-        run, code, why = {}, 2, f"{flags['ranks']} ranks, {machine.num_cores()} cores"
-        if flags["ranks"] <= machine.num_cores():
+        known = {rung["name"]: rung for rung in self.content["rungs"]}
+        rung = known.get(name) or {"name": name, "flags": flags, "state": "measured", "runs": []}
+        rung |= {"command": typed(flags), "why": rung.get("why", "")}
+        if rung["state"] != "measured" or "checked" in rung:
+            return rung
+        if not rung["runs"]:
+            print(f"{name}: {rung['command']}", file=sys.stderr, flush=True)
+            self.first_run(rung)
+        if rung["runs"] and self.measured[0] is not rung:
+            self.check(rung)
+        rung["checked"] = True
+        self.keep()
+        return rung
+
+    def first_run(self, rung: dict):
+        flags, devices = rung["flags"], machine.num_gpus() or machine.num_cores()
+        run, code, why = {}, 2, f"{flags['ranks']} ranks, {devices} GPUs or cores"
+        if flags["ranks"] <= devices:
             run, code, why = self.run(flags)
         if not run and not self.measured:
             raise ValueError(why)
         states = {0: "measured", 2: "not on this device"}
-        rung |= {"state": states.get(code, "refused"), "why": why, "runs": [run] if run else []}
-        if run and self.measured:
-            self.check(rung)
+        rung |= {"state": states.get(code, "failed"), "why": why}
+        if run:
+            rung |= {"runs": [run], "flags": run["flags"], "command": typed(run["flags"])}
+            if run["flags"] != flags:
+                rung["why"] = f"{flags['micro-batch-size']} sequences do not fit in a pass"
         self.content["rungs"].append(rung)
         self.keep()
-        return rung
 
     def check(self, rung: dict):
-        """Compare a row's first run with the base's, and what it adds alone to the base with that;
-        refuse a row that differs."""
-        flags, base = rung["flags"], self.measured[0]
-        alike = [r for r in self.measured if r["flags"]["batch-tokens"] == flags["batch-tokens"]]
-        other = (alike or [base])[0]
-        rung["difference"] = difference(rung["runs"][0], flags, other["runs"][0], other["flags"])
-        why, single = too_large(rung["difference"]), alone(rung["name"], base["flags"])
-        if single and not why:
-            run, code, failure = self.run(single)
-            if run:
-                rung["alone"] = difference(run, single, base["runs"][0], base["flags"])
-                failure = too_large(rung["alone"])
-            why = failure and f"alone, in float32: {failure}"
-        rung |= {"state": "refused", "why": why} if why else {}
+        """Compare a row's last run with the base's, and at first what it adds alone to the base
+        with that; refuse a row that differs."""
+        base, run = self.measured[0], rung["runs"][-1]
+        alike = [r for r in self.measured
+                 if r["flags"]["batch-tokens"] == run["flags"]["batch-tokens"]]  # fmt: skip
+        other = alike[0] if alike and alike[0] is not rung else base
+        rung["difference"] = difference(run, other["runs"][0])
+        why, pair = too_large(rung["difference"]), alone(rung["name"], base["flags"])
+        if pair and not why and "alone" not in rung:
+            rung["alone"] = self.compare_alone(*pair)
+            why = too_large(rung["alone"])
+            why = f"alone, in float32: {why}" if why else ""
+        if why and rung is not base:
+            rung |= {"state": "refused", "why": why}
+
+    def compare_alone(self, flags: dict, reference: dict) -> dict:
+        """The difference of these two runs; the base is not run again. ValueError if one fails."""
+        runs = [self.measured[0]["runs"][0]]
+        for some in [reference, flags] if reference != self.measured[0]["flags"] else [flags]:
+            run, _, why = self.run(some)
+            if not run:
+                raise ValueError(f"{typed(some)}: {why}")
+            runs.append(run)
+        return difference(runs[-1], runs[-2])
 
     def climb(self):
         """The first round: each rung on top of those that can be had here."""
@@ -321,24 +373,28 @@ class Ladder:
             try:
                 self.rung("all", flags)
             except ValueError as error:
-                found = re.match(r"--([\w-]+)", str(error))
-                if not found or not flags.get(found[1]):
+                missing = [name for name in SPEED_UPS if str(error).startswith(f"--{name} ")]
+                if not missing or not flags[missing[0]]:
                     raise
                 print(f"not on this device: {error}", file=sys.stderr)
-                flags |= {found[1]: False}
+                flags |= {missing[0]: False}
         flags = self.measured[0]["flags"]
         for name in (*SPEED_UPS, "accumulation"):
             if flags | undo(name, flags) != flags:
                 self.rung(f"without {name}", flags | undo(name, flags))
 
     def second_round(self):
-        """The other way round, so that a machine that grows slower or faster does so for all."""
+        """The other way round, so that a machine that grows slower or faster does so for all. A run
+        that fails now leaves its row with one."""
         for rung in reversed(self.measured):
             if len(rung["runs"]) == 1:
                 print(f"{rung['name']}, second time", file=sys.stderr, flush=True)
-                run, code, why = self.run(rung["flags"])
-                rung["runs"] += [run] if run else []
-                rung |= {} if run else {"state": "refused", "why": f"second time: {why}"}
+                run, _, why = self.run(rung["flags"])
+                if run:
+                    rung["runs"].append(run)
+                    self.check(rung)
+                else:
+                    rung["why"] = f"one round, the second failed: {why}"
                 self.keep()
         self.keep(complete=True)
 
@@ -372,45 +428,58 @@ def speed(rung: dict) -> float:
 def rows(content: dict) -> list[dict]:
     """For each rung a dict from column to text."""
     table, measured = [], [r for r in content["rungs"] if r["state"] == "measured"]
-    published = {n: c for n, c in PUBLISHED.items() if not content["settings"]["leave_one_out"]}
+    leave_one_out = content["settings"]["leave_one_out"]
     for rung in content["rungs"]:
         name = rung["name"]
-        row = {"rung": ("+ " if name in NAMES and name not in ("base", "all") else "")
-               + NAMES.get(name, name)}  # fmt: skip
+        plus = "+ " if name in (*SPEED_UPS, "accumulation") else ""
+        row = {"rung": plus + NAMES.get(name, name), "ms/step": f"{rung['state']}: {rung['why']}"}
         if rung["state"] == "measured":
             before = measured[max(0, measured.index(rung) - 1)]
-            row |= measured_cells(rung, measured[0], before)
-        else:
-            row["ms/step"] = f"{rung['state']}: {rung['why']}"
-        for column, values in published.items():
-            value = values.get(name, "")
-            row[column] = value if isinstance(value, str) else f"{value:,.0f}"
+            factors = {
+                "x before": speed(rung) / speed(before),
+                "x base": speed(rung) / speed(measured[0]),
+            }
+            if leave_one_out:
+                factors = {"brings": speed(measured[0]) / speed(rung)}
+            row |= measured_cells(rung, factors)
+        row |= {} if leave_one_out else published_cells(name, content["settings"]["model"])
         table.append(row)
     return table
 
 
-def measured_cells(rung: dict, base: dict, before: dict) -> dict:
+def measured_cells(rung: dict, factors: dict[str, float]) -> dict:
     runs = rung["runs"]
     times = sorted(ms for run in runs for ms in run["ms"][LEFT_OUT:])
-    tenth = len(times) // 10
-    factors = {"x before": speed(rung) / speed(before), "x base": speed(rung) / speed(base)}
+    tenth, ms = len(times) // 10, 1000 * rung["flags"]["batch-tokens"] / speed(rung)
+    busy = max(run["busy"] for run in runs)
+    notes = [rung["why"], f"others used {busy:.0%} of the machine" if busy > BUSY else ""]
+    note = "".join(f", {text}" for text in notes if text)
     cells = {
-        "ms/step": f"{times[len(times) // 2]:,.1f} ({times[tenth]:,.1f} to {times[~tenth]:,.1f})",
+        "ms/step": f"{ms:,.1f} ({times[tenth]:,.1f} to {times[~tenth]:,.1f}){note}",
         "tokens/s": f"{speed(rung):,.0f}",
         **{column: f"{value:.2f}" for column, value in factors.items()},
         "MFU": f"{mean(run['mfu'] for run in runs):.0%}",
         "peak MiB": f"{max(run['peak_mib'] for run in runs):,.0f}",
+        "start s": ", ".join(f"{run['start_s']:.1f}" for run in runs),
         "loss": f"{runs[0]['loss'][-1]:.4f}",
     }
-    if rung["flags"]["compile"]:
-        cells["compile s"] = ", ".join(f"{run['warm_up_s']:.1f}" for run in runs)
-    for key in ("difference", "alone"):
-        found = rung.get(key, {})
-        shown = [found[name] for name in ("loss", "grad_norm") if name in found]
-        cells[key] = ", ".join(f"{value:.0e}" for value in shown)
-    halved = runs[-1]["micro_batch_size"]
-    if halved != rung["flags"]["micro-batch-size"]:
-        cells["ms/step"] += f", micro-batch {halved}: more did not fit"
+    for column, key in (("difference (allowed)", "difference"), ("alone (allowed)", "alone")):
+        found = rung.get(key, {"tolerances": {}})
+        kinds = found["tolerances"]
+        shown, most = ([f"{some[kind]:.0e}" for kind in kinds] for some in (found, kinds))
+        cells[column] = f"{', '.join(shown)} ({', '.join(most)})" if shown else ""
+    return cells
+
+
+def published_cells(name: str, model: str) -> dict:
+    """As it was published; beside another model than 124M the factor over the step before."""
+    cells = {}
+    for column, values in PUBLISHED.items():
+        before = dict(zip(values, [None, *values.values()], strict=False))
+        value = values.get(name, "")
+        cells[column] = value if isinstance(value, str) else f"{value:,.0f}"
+        if model != "gpt2" and not isinstance(value, str):
+            cells[column] = f"x{value / before[name]:.2f}" if before[name] else ""
     return cells
 
 
@@ -421,8 +490,8 @@ def markdown(table: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def report(content: dict) -> str:
-    """Markdown: what was measured and where, the table, and how to read it."""
+def report(content: dict, file: str) -> str:
+    """Markdown: what was measured, where, and in which file of the results it is."""
     env, flags = content["environment"], content["rungs"][0]["flags"]
     rungs = content["rungs"]
     name = {"gpt2": "GPT-2 124M"}.get(flags["model"], flags["model"])
@@ -431,7 +500,8 @@ def report(content: dict) -> str:
         f"**{name} on {env['device_name']}**, T {flags['seq-len']}, {flags['micro-batch-size']}"
         f" sequences per pass, torch {env['torch']}, {content['date']}, commit"
         f" {env['commit'][:7]}{changed}. Median of {content['settings']['steps']} steps in each of"
-        f" {max(len(r['runs']) for r in rungs)} rounds, and the middle 80 % of them."
+        f" {max(len(r['runs']) for r in rungs)} rounds, and the middle 80 % of them"
+        f" (`benchmarks/results/{file}`)."
     )
     unfinished = "" if content.get("complete") else " Not finished: go on with --resume."
     return f"{head}{unfinished}\n\n{markdown(rows(content))}"
@@ -451,6 +521,8 @@ def compare(a: dict, b: dict) -> str:
             row[f"{side}: {name}, tokens/s"] = f"{speed(mine):,.0f}"
             row[f"{side}: x base"] = f"{speed(mine) / speed(base):.2f}"
         table.append(row | {"B / A": f"{speed(other) / speed(rung):.2f}"})
+    if not table:
+        raise ValueError("the two have no rung in common")
     return markdown(table)
 
 
@@ -469,7 +541,8 @@ def draw(content: dict, path: Path):
     bars = axes.bar(labels, [speed(r) for r in measured], label=env["device_name"], alpha=0.7)
     factors = [speed(r) / speed(measured[0]) for r in measured]
     axes.bar_label(bars, [f"x{factor:.2f}" for factor in factors], label_type="center")
-    for column, values in PUBLISHED.items() if not content["settings"]["leave_one_out"] else ():
+    is_124m = content["settings"]["model"] == "gpt2" and not content["settings"]["leave_one_out"]
+    for column, values in PUBLISHED.items() if is_124m else ():
         known = {NAMES[name]: value for name, value in values.items() if name in NAMES}
         known = {n: v for n, v in known.items() if n in labels and not isinstance(v, str)}
         if known:
@@ -479,10 +552,10 @@ def draw(content: dict, path: Path):
     figure.savefig(path)
 
 
-def with_block(text: str, contents: list[dict]) -> str:
-    """A README with the tables of these results between its marks."""
-    blocks = [report(content) for content in contents]
-    if all(content["environment"]["device"] != "cuda" for content in contents):
+def with_block(text: str, contents: dict[str, dict]) -> str:
+    """A README with the tables of these results, by file name, between its marks."""
+    blocks = [report(content, name) for name, content in contents.items()]
+    if all(content["environment"]["device"] != "cuda" for content in contents.values()):
         blocks.insert(0, "**GPT-2 124M on a GPU**: not measured yet.")
     before, _, rest = text.partition(MARKS[0])
     _, mark, after = rest.partition(MARKS[1])
@@ -494,9 +567,9 @@ def with_block(text: str, contents: list[dict]) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def parse_args() -> Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add, names = parser.add_argument, [*SPEED_UPS, "accumulation"]
+    add, names = parser.add_argument, " ".join([*SPEED_UPS, "accumulation"])
     add("--model", help="as train_gpt2.py's (default: gpt2 on a GPU, nano without one)")
     add("--micro-batch-size", type=int, default=16, help="sequences per pass (default: 16)")
     add("--seq-len", type=int, help="tokens per sequence (default: 1024, nano 128)")
@@ -506,39 +579,39 @@ def parse_args() -> Namespace:
     add("--steps", type=int, help="timed steps of a run (default: 20, nano 40)")
     add("--data-dir", help="token shards (default: Python's own source)")
     add("--ranks", type=number_list, help="of DDP (default: 2,4,8, those that the machine has)")
-    add("--only", nargs="+", default=[], metavar="RUNG", help=f"of {' '.join(names)} 'N ranks'")
+    add("--only", nargs="+", default=[], metavar="RUNG", help=f"of {names} 'N ranks'")
     add("--skip", nargs="+", default=[], metavar="RUNG", help="leave these out")
     add("--leave-one-out", action="store_true", help="everything on, one off")
-    add(
-        "--resume",
-        action="store_true",
-        help="go on with the newest unfinished ladder of these flags",
-    )
+    add("--resume", action="store_true", help="go on with the newest unfinished one of these flags")
     add("--compare", nargs=2, type=Path, metavar="JSON", help="print two results side by side")
     add("--readme", nargs="+", type=Path, metavar="JSON", help="put their tables into the README")
-    args = parser.parse_args()
-    args.model = args.model or ("gpt2" if has_gpu() else "nano")
-    args.steps = args.steps or (40 if args.model == "nano" else 20)
-    args.ranks = [
-        n for n in args.ranks or (2, 4, 8) if n > 1 and (args.ranks or n <= num_devices())
-    ]
-    known = {*names, *(f"{n} ranks" for n in args.ranks)}
-    for name in args.only + args.skip:
-        if name not in known:
-            parser.error(f"--only and --skip take {', '.join(sorted(known))}, not {name}")
-    if min(args.micro_batch_size, args.steps, *args.ranks, args.seq_len or 1) < 1:
-        parser.error("--micro-batch-size, --seq-len, --steps and --ranks must be at least 1")
-    return args
+    return parser
 
 
 def number_list(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def num_devices() -> int:
-    """GPUs, or where there is none cores."""
-    gpus = machine.output("nvidia-smi", "--list-gpus").splitlines()
-    return len(gpus) if has_gpu() else machine.num_cores()
+def settle(args: Namespace):
+    """Fill in what was not given; ValueError if something does not fit."""
+    devices = machine.num_gpus() or machine.num_cores()
+    args.model = args.model or ("gpt2" if machine.num_gpus() else "nano")
+    args.steps = args.steps or (40 if args.model == "nano" else 20)
+    asked = args.ranks or [n for n in (2, 4, 8) if n <= devices]
+    args.ranks = [n for n in asked if n > 1]  # one rank is what all other rungs are
+    known = [*SPEED_UPS, "accumulation", *(f"{n} ranks" for n in args.ranks)]
+    for name in args.only + args.skip:
+        if name not in known or (args.leave_one_out and name.endswith("ranks")):
+            raise ValueError(f"--only and --skip take {', '.join(known)}, not {name}")
+    if args.leave_one_out and args.only:
+        raise ValueError("--leave-one-out takes --skip, not --only")
+    least = min(args.micro_batch_size, args.steps, args.seq_len or 1, args.batch_tokens or 1)
+    if least < 1:
+        raise ValueError(f"{least}: sizes and steps must be at least 1")
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def start(args: Namespace) -> Ladder:
@@ -548,7 +621,7 @@ def start(args: Namespace) -> Ladder:
     if args.resume:
         paths = machine.RESULTS.glob("ladder-*.json")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = load(path)
             if content["settings"] == settings and not content.get("complete"):
                 return Ladder(args, content, path)
     return Ladder(args, {"date": str(date.today()), "settings": settings, "rungs": []})
@@ -562,22 +635,21 @@ def measure(args: Namespace) -> int:
         (ladder.leave_one_out if args.leave_one_out else ladder.climb)()
         ladder.second_round()
     draw(ladder.content, ladder.path.with_suffix(".png"))
-    print(f"{report(ladder.content)}\n\n{ladder.path}")
-    return int(any(rung["state"] == "refused" for rung in ladder.content["rungs"]))
+    print(f"{report(ladder.content, ladder.path.name)}\n\n{ladder.path}")
+    return int(any(rung["state"] in ("refused", "failed") for rung in ladder.content["rungs"]))
 
 
 def main() -> int:
-    args = parse_args()
+    args = make_parser().parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if args.compare or args.readme:
-            paths = args.compare or args.readme
-            contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         if args.compare:
-            print(compare(*contents))
+            print(compare(*map(load, args.compare)))
         elif args.readme:
-            README.write_text(with_block(README.read_text("utf-8"), contents), "utf-8")
+            text, contents = README.read_text("utf-8"), {p.name: load(p) for p in args.readme}
+            README.write_text(with_block(text, contents), "utf-8")
         else:
+            settle(args)
             return measure(args)
     except (OSError, ValueError) as error:
         print(f"ladder.py: error: {error}", file=sys.stderr)

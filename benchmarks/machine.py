@@ -5,7 +5,9 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -23,12 +25,19 @@ def output(*command) -> str:
 def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    mac = output("sysctl", "-n", "machdep.cpu.brand_string")
+    return found[1] if found else mac or platform.processor() or platform.machine()
 
 
 def num_cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@lru_cache
+def num_gpus() -> int:
+    """Those that PyTorch can use, asked in another process, since this one may not need PyTorch."""
+    return int(output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())") or 0)
 
 
 def driver() -> str:
