@@ -104,10 +104,12 @@ def test_what_does_not_fit_is_measured_with_half_the_micro_batch(tmp_path, data_
 
 @pytest.mark.slow
 def test_the_whole_ladder(tmp_path, data_dir):
-    """Every rung is measured or says why not; JSON, picture, README block and comparison."""
+    """Every rung is measured or says why not; JSON, picture, README block and comparison. Without
+    compile, which takes minutes for all rungs."""
     project = copy_of_project(tmp_path / "project")
-    content, text = climb(project, data_dir, "--ranks", "2,999")
-    expected = dict.fromkeys(["base", *ladder.SPEED_UPS, "accumulation", "2 ranks"], "measured")
+    content, text = climb(project, data_dir, "--ranks", "2,999", "--skip", "compile")
+    names = [name for name in ladder.SPEED_UPS if name != "compile"]
+    expected = dict.fromkeys(["base", *names, "accumulation", "2 ranks"], "measured")
     missing = {"tf32": "not on this device", "999 ranks": "not on this device"}
     assert states(content) == expected | missing
     for rung in content["rungs"]:
@@ -115,7 +117,7 @@ def test_the_whole_ladder(tmp_path, data_dir):
         for run in rung["runs"]:
             assert len(run["ms"]) == len(run["loss"]) == 2 + ladder.LEFT_OUT
     alone = [rung["name"] for rung in content["rungs"] if "alone" in rung]
-    assert alone == ["compile", "flash", "pad-vocab", "fused", "accumulation", "2 ranks"]
+    assert alone == ["flash", "pad-vocab", "fused", "accumulation", "2 ranks"]
     assert content["complete"] and "Not finished" not in text
     [picture] = (project / "benchmarks" / "results").glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -130,7 +132,7 @@ def test_the_whole_ladder(tmp_path, data_dir):
         assert readme.startswith("a\n") and readme.endswith("b\n")
         assert text.rpartition("\n\n")[0] in readme and "not measured yet" in readme
     done = subprocess.run([*program, "--compare", path, path], capture_output=True, text=True)
-    assert done.stdout.count("| 1.00 |") >= 8  # B / A
+    assert done.stdout.count("| 1.00 |") >= 7  # B / A
 
 
 @pytest.mark.slow
