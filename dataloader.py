@@ -14,6 +14,7 @@ import binascii
 import hashlib
 import json
 import os
+import platform
 import tempfile
 import zlib
 from base64 import b64decode
@@ -25,6 +26,7 @@ from functools import lru_cache
 from itertools import accumulate
 from json import JSONDecodeError
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -61,24 +63,30 @@ def whole_file(path: Path) -> Iterator:
         os.close(folder)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make folder and keep other processes out of it, until this one ends, in any way: the lock is
-    the system's, its file stays. BlockingIOError if there is another one."""
+def locked(folder: Path) -> IO:
+    """Make folder and keep other processes out of it until the file that this returns is closed, as
+    the end of a process does in any way. BlockingIOError, with its number, if there is another."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "wb") as f:
-        try:
-            if os.name == "nt":
-                import msvcrt
+    f = open(folder / "lock", "a+", encoding="utf-8")
+    try:
+        if os.name == "nt":
+            import msvcrt
 
-                msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                import fcntl
+            f.seek(1 << 30)  # what is locked can't be read there
+            msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
 
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BlockingIOError(f"{folder} is being written by another process") from None
-        yield
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # Windows has the second
+        f.seek(0)
+        owner = f"process {f.read() or '(unknown)'}"
+        f.close()
+        raise BlockingIOError(f"{folder} is being written by {owner}") from None
+    f.truncate(0)
+    f.write(f"{os.getpid()} on {platform.node()}")
+    f.flush()
+    return f
 
 
 def missing_vocab() -> list[Path]:
@@ -163,7 +171,7 @@ def recognise(path: Path, size: int) -> Shard:
 
 
 def open_npy(path: Path) -> Shard:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)  # reads the header only
+    array = np.load(path, mmap_mode="r")  # reads the header only
     if array.dtype != TOKEN or array.ndim != 1:
         raise ValueError(f"holds {array.dtype} of shape {array.shape}, not uint16 in a row")
     return Shard(path, array.offset, len(array))

@@ -44,6 +44,12 @@ class GPTConfig:
         products on a GPU are faster in tiles that divide evenly."""
         return math.ceil(self.vocab_size / 64) * 64 if self.pad_vocab else self.vocab_size
 
+    @property
+    def num_params(self) -> int:
+        """Weights of the network, padded rows included."""
+        C = self.n_embd
+        return (self.num_rows + self.seq_len + 2) * C + self.n_layer * (12 * C + 13) * C
+
 
 SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with OpenAI's released heads
     "gpt2": GPTConfig(),  # 124M parameters

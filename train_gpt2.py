@@ -10,23 +10,30 @@ import argparse
 import ctypes
 import difflib
 import gc
+import hashlib
 import json
 import math
 import os
 import platform
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -34,7 +41,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dataloader import VOCAB_SIZES, ShardLoader, TokenFolder, missing_vocab, open_folder, whole_file
+from dataloader import (
+    VOCAB_SIZES,
+    ShardLoader,
+    TokenFolder,
+    locked,
+    missing_vocab,
+    open_folder,
+    whole_file,
+)
 from model import GPT, SHAPES, GPTConfig
 
 # --------------------------------------------------------------------------------------------------
@@ -73,7 +88,11 @@ class TrainConfig:
     eval_every: int = flag(250, "steps between validations; 0: only at both ends", 0)
     eval_tokens: int = flag(10_485_760, "validation tokens, at most all there are", 1)
     save_every: int = flag(250, "steps between checkpoints; 0: only at the end", 0)
-    keep: int = flag(2, "checkpoints to keep", 1)
+    keep: int = flag(2, "good checkpoints to keep, and the one with the best validation", 2)
+    check_every: int = flag(100, "steps between checks that all ranks hold the same weights", 1)
+    skip_nonfinite: int = flag(0, "steps to leave out, not applied, whose loss is not finite", 0)
+    deterministic: bool = flag(False, "the same bits each time on a GPU too, more slowly")
+    timeout_s: int = flag(900, "seconds without any progress after which a run ends; 0: never", 0)
     sample_every: int = flag(0, "steps between samples; 0: only at the end", 0)
     prompt: str = flag("", "how a sample begins; none: as a document does")
 
@@ -117,6 +136,12 @@ class TrainConfig:
 
 
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
+# What a resumed run may not change, what it may without a word, and what makes it differ in the
+# last bits; it may change all other flags and is told which
+FIXED = ("model", "seed", "shuffle", *SHAPE_FLAGS)
+UNSEEN = ("data_dir", "out_dir", "resume", "eval_every", "eval_tokens", "save_every", "keep",
+          "check_every", "timeout_s", "sample_every", "prompt")  # fmt: skip
+ROUNDING = ("micro_batch_size", "tf32", "bf16", "compile", "flash", "fused", "deterministic")
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -231,6 +256,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    note: Callable[[str], None] = lambda phase: None  # tells the watchdog what happens now
 
     @property
     def is_main(self) -> bool:
@@ -242,6 +268,24 @@ class World:
         if self.size > 1:
             dist.all_reduce(packed)
         return packed.tolist()
+
+    def gather(self, value) -> list:
+        """The value of each rank, on all of them."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, facts: dict):
+        """ValueError, on every rank, if one of them has other facts than the main one."""
+        first, *others = self.gather(facts)
+        for rank, theirs in enumerate(others, 1):
+            for name, value in first.items():
+                if theirs[name] != value:
+                    why = f"{name} is {theirs[name]} on rank {rank} and {value} on rank 0"
+                    error = ValueError(f"{why}: start all ranks with the same")
+                    error.is_agreed = True
+                    raise error
 
     def from_main(self, function: Callable):
         """What function returns on the main rank, or the user's mistake that it raises there, on
@@ -255,6 +299,7 @@ class World:
         if self.size > 1:
             dist.broadcast_object_list(result, src=0)
         if isinstance(result[0], Exception):
+            result[0].is_agreed = True  # every rank raises it, one reports it
             raise result[0]
         return result[0]
 
@@ -281,13 +326,25 @@ def find_world(env: dict[str, str], num_gpus: int) -> World:
     return World(rank, size, torch.device("cuda", local_rank))
 
 
+def meet(backend: str):
+    """Connect the ranks; ValueError if they can't find each other. torchrun keeps its store when it
+    restarts them, and in it the addresses of those that died: hence the prefix."""
+    try:
+        store, rank, size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    except (dist.DistError, ValueError) as error:
+        where = " ".join(f"{n}={os.environ.get(n)}" for n in ("MASTER_ADDR", "MASTER_PORT"))
+        raise ValueError(f"the ranks can't meet at {where}: {error!s:.200}") from error
+
+
 @contextmanager
 def process_group(world: World) -> Iterator[None]:
     """Inside, the ranks can talk to each other."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if world.size > 1:
-        dist.init_process_group("nccl" if world.device.type == "cuda" else "gloo")
+        meet("nccl" if world.device.type == "cuda" else "gloo")
     try:
         yield
     finally:
@@ -311,6 +368,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     loader: ShardLoader
     step: int = 0
+    skipped: int = 0  # steps that were not applied
 
     def state_dict(self) -> dict:
         return {
@@ -318,72 +376,135 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict()["state"],
             "position": self.loader.position,
+            "skipped": self.skipped,
         }
 
     def load_state_dict(self, saved: dict):
         """Go on from saved. Learning rate, betas and decay stay the command line's: PyTorch's own
         load would bring back the old ones."""
-        self.step = saved["step"]
+        self.step, self.skipped = saved["step"], saved.get("skipped", 0)
         self.model.load_state_dict(saved["model"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
         self.loader.position = saved["position"]
 
 
+PARTS = ("step", "model", "optimizer", "position", "identity", "config", "environment")
+
+
 def checkpoints(out_dir: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    return sorted(out_dir.glob("checkpoint_*.pt"), key=lambda p: (len(p.name), p), reverse=True)
+    paths = [path for path in out_dir.glob("checkpoint_*.pt") if path.stem[11:].isdigit()]
+    return sorted(filter(Path.is_file, paths), key=lambda path: int(path.stem[11:]), reverse=True)
 
 
 def save_checkpoint(out_dir: Path, saved: dict, keep: int) -> Path:
-    """Write saved, then remove the checkpoints before it but for keep, itself counted."""
+    """Write saved and read it again, then remove older checkpoints: never one of the newest keep
+    good ones, nor the one with the best validation. OSError if it can't be written."""
     path = out_dir / f"checkpoint_{saved['step']:06d}.pt"
-    with whole_file(path) as f:
-        torch.save(saved, f)
-    paths = checkpoints(out_dir)
-    for old in paths[paths.index(path) + keep :]:  # a later one is damaged, or it would be newest
-        old.unlink()
+    try:
+        with whole_file(path) as f:
+            write_archive(saved, f)
+            check_archive(Path(f.name))
+    except (OSError, ValueError) as error:
+        free = f"{shutil.disk_usage(out_dir).free / 1e9:.1f} GB are free"
+        raise OSError(f"{path} can't be written: {error}; {free}") from None
+    rotate(out_dir, path, keep)
     return path
 
 
-def read_checkpoint(path: Path) -> dict:
-    """What save_checkpoint wrote; ValueError if it is damaged. torch.load would load a flipped bit
-    as if nothing were wrong, so the CRC-32 of each part is checked first."""
+def rotate(out_dir: Path, path: Path, keep: int):
+    """Remove the checkpoints before path but for the newest keep good ones, itself counted, and the
+    best."""
+    paths, best, num_good = checkpoints(out_dir), best_checkpoint(out_dir), 1
+    for old in paths[paths.index(path) + 1 :]:  # a later one is damaged, or it would be newest
+        if num_good < keep:
+            num_good += is_good(old)
+        elif old != best:
+            with suppress(OSError):  # the new one is safe, whatever becomes of an old one
+                old.unlink()
+
+
+def write_archive(saved: dict, file: IO):
+    try:
+        torch.save(saved, file)
+    except RuntimeError as error:  # tells only a position; what Python raised stands behind it
+        raise (error.__context__ or OSError(str(error))) from None
+    file.flush()
+
+
+def best_checkpoint(out_dir: Path) -> Path | None:
+    """The one of those that were validated whose loss was the least."""
+    found = {r["step"]: r["val_loss"] for r in read_log(out_dir) if "val_loss" in r}
+    losses = {path: found.get(int(path.stem[11:]), math.nan) for path in checkpoints(out_dir)}
+    finite = {path: loss for path, loss in losses.items() if math.isfinite(loss)}
+    return min(finite, key=finite.get, default=None)
+
+
+def check_archive(path: Path):
+    """ValueError unless path is a whole archive of plain parts: torch.load would load a flipped bit
+    as if nothing were wrong, and unpack a small part to any size."""
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                raise ValueError("it is compressed, so not written by torch.save")
             if bad := archive.testzip():
                 raise ValueError(f"the CRC-32 of its {bad} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True)
+    except zipfile.BadZipFile as error:
+        raise ValueError(str(error)) from None
+
+
+def is_good(path: Path) -> bool:
+    try:
+        check_archive(path)
+    except Exception:  # as in read_checkpoint
+        return False
+    return True
+
+
+def read_checkpoint(path: Path) -> dict:
+    """What save_checkpoint wrote; ValueError if it is damaged or holds numbers that are not
+    finite."""
+    try:
+        check_archive(path)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if missing := {*PARTS} - saved.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}: another program wrote it")
+        moments = [tensor for entry in saved["optimizer"].values() for tensor in entry.values()]
+        if not all(tensor.isfinite().all() for tensor in [*saved["model"].values(), *moments]):
+            raise ValueError("it holds numbers that are not finite")
+        if saved["step"] != int(path.stem[11:]):
+            raise ValueError(f"it is of step {saved['step']}")
+        return saved
+    except MemoryError:
+        raise
     except Exception as error:  # damaged bytes make any reader fail in any way
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} is damaged: {why}") from error
 
 
-def newest_checkpoint(out_dir: Path, is_main: bool) -> dict | None:
-    """The newest checkpoint that is good, None if there is none at all; exit 7 if all are damaged.
-    Each damaged one is named."""
-    paths = checkpoints(out_dir)
-    for path in paths:
+def newest_checkpoint(out_dir: Path) -> Path | None:
+    """The newest checkpoint that is good, if there is one. Each damaged one is named."""
+    for path in checkpoints(out_dir):
         try:
-            return read_checkpoint(path)
+            read_checkpoint(path)
+            return path
         except ValueError as error:
-            fail(7, f"{error}; trying the one before it", is_main)
-    if paths:
-        raise SystemExit(fail(7, f"error: --resume: no good checkpoint in {out_dir}", is_main))
+            fail(7, f"{error}; trying the one before it", True)
     return None
 
 
 def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
     """What must not change while a run goes on: its network, its data, their order."""
-    order = {name: getattr(config, name) for name in ("model", "seed", "shuffle")}
+    order = {name: getattr(config, name) for name in FIXED if name not in SHAPE_FLAGS}
     return order | {"data_dir": data.fingerprint()} | asdict(shape)
 
 
 def check_identity(saved: dict, wanted: dict, out_dir: Path):
     """ValueError if the flags or the data ask for another run than the one that was saved."""
     for name, value in wanted.items():
-        if saved[name] != value:
-            why = f"{spell(name)}: the run in {out_dir} has {saved[name]}, this one {value}"
+        if saved.get(name) != value:
+            why = f"{spell(name)}: the run in {out_dir} has {saved.get(name)}, this one {value}"
             raise ValueError(f"{why}; give it as it was, or another --out-dir")
 
 
@@ -419,6 +540,9 @@ def autocast(config: TrainConfig, device: torch.device):
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     """The same parameters behind torch.compile and DDP; model stays plain: saved and sampled."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:  # which cuBLAS is only with a workspace of fixed size
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if world.device.type == "cpu":
         keep_freed_memory()
     net = torch.compile(model, dynamic=False) if config.compile else model
@@ -469,14 +593,15 @@ def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
 
 
 def train_step(
-    state: TrainState, net: nn.Module, config: TrainConfig, world: World, stop: bool = False
+    state: TrainState, net: nn.Module, config: TrainConfig, world: World, stop: list | tuple = ()
 ) -> tuple[float, float, bool]:
     """One optimizer step over batch_tokens: the mean loss before it, the gradient's norm, and
-    whether any rank was asked to stop. FloatingPointError, and no update, if the loss or the norm
-    is not finite on any rank."""
+    whether any rank was asked to stop (its stop is not empty by then). FloatingPointError, and no
+    update, if the loss or the norm is not finite on any rank."""
     device, num_micro = world.device, config.num_micro(world.size)
-    loss_sum = torch.zeros((), device=device)
+    loss_sum, bad = torch.zeros((), device=device), torch.zeros(world.size, device=device)
     for micro_step in range(num_micro):
+        world.note(f"micro-step {micro_step + 1} of step {state.step + 1}")
         x, y = (t.to(device) for t in state.loader.next_batch())
         with gradient_sync(net, enabled=micro_step == num_micro - 1):
             with autocast(config, device):
@@ -484,20 +609,50 @@ def train_step(
             loss.backward()
         loss_sum += loss.detach()
     norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip or math.inf)
-    sums = world.sum([loss_sum, norm, torch.tensor(stop, device=device)])
-    loss, norm = sums[0] / world.size, sums[1] / world.size
-    if not math.isfinite(loss + norm):
-        raise FloatingPointError(
-            f"step {state.step + 1} gave loss {loss} and gradient norm {norm}: not applied, the"
-            f" weights are those of step {state.step}; try a --learning-rate below"
-            f" {config.learning_rate}"
-        )
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(state.step, config)
-    state.optimizer.step()
+    bad[world.rank] = ~loss_sum.isfinite()
+    asked = torch.tensor(bool(stop), device=device)
+    loss, norm, stop, *bad = world.sum([loss_sum, norm, asked, *bad])
+    loss, norm = loss / world.size, norm / world.size
+    if math.isfinite(loss + norm):
+        for group in state.optimizer.param_groups:
+            group["lr"] = learning_rate(state.step, config)
+        state.optimizer.step()
+    else:
+        leave_out(state, config, loss, norm, bad)
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    return loss, norm, sums[2] > 0
+    return loss, norm, stop > 0
+
+
+def leave_out(state: TrainState, config: TrainConfig, loss: float, norm: float, bad: list[float]):
+    """Count a step that is not applied; FloatingPointError if there have been enough of them. bad
+    says of each rank whether its own loss was not finite."""
+    state.skipped += 1
+    if state.skipped > config.skip_nonfinite:
+        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(bad) if is_bad) or "none alone"
+        end = state.loader.position
+        raise FloatingPointError(
+            f"step {state.step + 1} gave loss {loss} (rank: {ranks}) and gradient norm {norm}, on"
+            f" sequences {end - config.batch_tokens // config.seq_len:,} to {end - 1:,}: not"
+            f" applied, the weights are those of step {state.step}; try a --learning-rate below"
+            f" {config.learning_rate}, or --skip-nonfinite {state.skipped}"
+        )
+
+
+def check_replicas(model: GPT, step: int, world: World):
+    """ArithmeticError, on every rank, if one of them holds other weights than most, or weights that
+    are not finite."""
+    world.note(f"a comparison of the weights after step {step}")
+    weights = [p.detach() for p in model.parameters()]
+    bits = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights]).tolist()
+    all_finite = bool(torch.stack([p.isfinite().all() for p in weights]).all())
+    digests = world.gather((bits, all_finite))
+    most = max(digests, key=digests.count)
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != most]
+    if others or not most[1]:
+        what = f"rank {', '.join(others)} holds other weights than the others"
+        why = what if others else "the weights are not finite"
+        raise ArithmeticError(f"after step {step} {why}: a fault of a machine; nothing was saved")
 
 
 @torch.no_grad()
@@ -511,6 +666,7 @@ def evaluate(
     mine = range(world.rank, num_sequences, world.size)
     loss_sum = torch.zeros((), device=world.device)
     for start in range(0, len(mine), loader.B):
+        world.note("validation")
         numbers = mine[start : start + loader.B]
         x, y = (t.to(world.device) for t in loader.batch(numbers))
         with autocast(config, world.device):
@@ -537,6 +693,15 @@ class Run:
     environment: dict
     matmul_tflops: float
     seconds: list[float] = field(default_factory=list)  # of each step of this process
+    losses: list[float] = field(default_factory=list)
+    held: list[IO] = field(default_factory=list)  # the lock of out_dir
+    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    saving: Future | None = None
+
+    @property
+    def in_background(self) -> bool:
+        """Whether checkpoints are written beside the training: a CPU has its hands full."""
+        return self.world.device.type != "cpu"
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -552,15 +717,33 @@ def make_log(out_dir: Path, is_main: bool) -> Callable:
     if file and torn:
         file.write("\n")
 
-    sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal can't show
+    if sys.stdout:  # a sample may hold what a terminal can't show
+        sys.stdout.reconfigure(errors="replace")
 
     def log(text: str, **record):
         if file:
-            print(text, flush=True)
+            show(text)
             file.write(json.dumps({"time": time.time()} | record) + "\n")
             file.flush()
 
     return log
+
+
+def show(text: str):
+    """Print, as long as there is somebody to read it."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def read_log(out_dir: Path) -> list[dict]:
+    """The records of a run; a line that a kill has torn is left out."""
+    path, records = out_dir / "log.jsonl", []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
 def prepare_own_source(tokenizer: str) -> Path:
@@ -672,23 +855,65 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     """All that train needs, or None if the run is complete. Every mistake in flags or files raises
     here, ValueError or OSError, before anything of the run is written."""
     config.num_micro(world.size)
+    world.agree({spell(name): value for name, value in asdict(config).items()} | code_digest())
     out_dir = world.from_main(lambda: choose_out_dir(config))
+    world.note("opening the data")
     data, shape = world.from_main(lambda: open_data(config))
-    saved = newest_checkpoint(out_dir, world.is_main) if config.resume else None
+    world.agree({"the beginning of each shard": beginnings(data)})
+    path = world.from_main(lambda: newest_checkpoint(out_dir)) if config.resume else None
+    if config.resume and not path and checkpoints(out_dir):
+        why = f"error: --resume: no good checkpoint in {out_dir}"
+        raise SystemExit(fail(7, why, world.is_main))
+    saved = read_checkpoint(path) if path else None
     if saved:
         check_identity(saved["identity"], identity(config, shape, data), out_dir)
         if saved["step"] >= config.steps:
             return None
     off = why_off(config, given, world.device)
     config = replace(config, out_dir=str(out_dir), **{name: False for name in off})
-    world.from_main(lambda: out_dir.mkdir(parents=True, exist_ok=True))
+    held = []  # for as long as this process lives
+    world.from_main(lambda: held.append(take(out_dir, config, shape)))
+    world.note("compiling and warming up")
     run = build(config, world, data, shape)
+    run.held = held
     log_start(run, given, off)
     warm_up(run.net, run.config, world, shape.vocab_size)
     if saved:
         run.state.load_state_dict(saved)
-        log_resume(run, saved["config"])
+        log_resume(run, saved)
     return run
+
+
+def code_digest() -> dict[str, str]:
+    files = [
+        Path(__file__).with_name(f"{name}.py") for name in ("train_gpt2", "model", "dataloader")
+    ]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+
+
+def beginnings(data: TokenFolder) -> str:
+    """A digest of the data as this rank's machine has it, or why it can't be read there."""
+    try:
+        return data.fingerprint()
+    except OSError as error:
+        return str(error)
+
+
+def take(out_dir: Path, config: TrainConfig, shape: GPTConfig) -> IO:
+    """Make the run's folder this process's own. OSError if another one has it, or if the disk has
+    too little room for its checkpoints."""
+    size = 12 * shape.num_params  # weights and two moments, float32
+    num_more = max(1, config.keep + 2 - len(checkpoints(out_dir)))
+    there = next(
+        path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists()
+    )
+    if (free := shutil.disk_usage(there).free) < num_more * size:
+        room = f"{num_more * size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise OSError(f"--out-dir {out_dir}: {num_more} more checkpoints need {room}: name another")
+    lock = locked(out_dir)
+    for path in [*out_dir.glob("checkpoint_*.pt.tmp"), *out_dir.glob("loss.png.tmp")]:
+        path.unlink()  # of a process that died
+    return lock
 
 
 def build(config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig) -> Run:
@@ -728,27 +953,41 @@ def log_start(run: Run, given: set[str], off: dict[str, str]):
             unused_tokens=unused, matmul_tflops=run.matmul_tflops)  # fmt: skip
 
 
-def log_resume(run: Run, before: dict):
-    """Where the run goes on, and which flags are not those it was saved with."""
-    now = {name: value for name, value in asdict(run.config).items() if name != "resume"}
-    changed = {name: value for name, value in now.items() if before[name] != value}
-    text = "".join(f", {spell(n)} {v} instead of {before[n]}" for n, v in changed.items())
-    run.log(f"resumed after step {run.state.step}{text}", resumed=run.state.step, changed=changed)
+def log_resume(run: Run, saved: dict):
+    """Where the run goes on, which flags are not those it was saved with, and what keeps it from
+    being the uninterrupted run bit for bit."""
+    flags, env = asdict(run.config), run.environment
+    was = saved["config"] | saved["environment"]
+    now = {name: flags[name] for name in flags if name not in UNSEEN}
+    now |= {name: env[name] for name in ("torch", "device_name", "threads", "ranks")}
+    changed = {name: value for name, value in now.items() if was.get(name) != value}
+    texts = {n: f"{spell(n) if n in flags else n} {v} instead of {was.get(n)}"
+             for n, v in changed.items()}  # fmt: skip
+    told = [text for name, text in texts.items() if name in flags and name not in ROUNDING]
+    inexact = [text for name, text in texts.items() if name not in flags or name in ROUNDING]
+    reasons = [f"not bit for bit because of {', '.join(inexact)}"] if inexact else []
+    text = ", ".join([f"resumed after step {run.state.step}", *told, *reasons])
+    run.log(text, resumed=run.state.step, changed=changed)
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[float]]:
-    """A list that is no longer empty once SIGINT or SIGTERM came: the run then ends after its step.
-    A second one ends it at once, unless it comes within two seconds: torchrun passes on to its
-    ranks what the terminal has already sent them."""
-    times = []
+    """A list that is no longer empty once SIGINT, SIGTERM or SIGUSR1 came: the run then ends after
+    its step. A second one ends it at once, unless it comes within two seconds: torchrun passes on
+    to its ranks what the terminal has already sent them. A terminal that closes stops nothing, but
+    torchrun, which passes that on too and then kills its ranks."""
+    times, is_torchrun = [], "TORCHELASTIC_RUN_ID" in os.environ
 
     def note(number, frame):
         times.append(time.monotonic())
         if times[-1] - times[0] > 2:
             raise KeyboardInterrupt
 
-    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+    handlers = dict.fromkeys(("SIGINT", "SIGTERM", "SIGUSR1"), note) | {
+        "SIGHUP": note if is_torchrun else signal.SIG_IGN
+    }
+    here = {getattr(signal, n): h for n, h in handlers.items() if hasattr(signal, n)}  # not Windows
+    before = {number: signal.signal(number, handler) for number, handler in here.items()}
     try:
         yield times
     finally:
@@ -756,58 +995,152 @@ def stop_signals() -> Iterator[list[float]]:
             signal.signal(number, handler)
 
 
+class Watchdog(threading.Thread):
+    """Ends the process with exit code 5 when nothing has happened for timeout_s, and says where.
+    Among several ranks already GRACE_S after a signal, which a rank that waits for another one
+    can't act on, and when torchrun has died, whose ranks would go on for ever. Seconds are counted,
+    not read from a clock, so that a process that was stopped and continued is not late."""
+
+    GRACE_S = 20  # torchrun's is 30
+
+    def __init__(self, timeout_s: int, world: World):
+        super().__init__(daemon=True)
+        self.timeout_s, self.world, self.ended = timeout_s or math.inf, world, threading.Event()
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.signals, self.wakeup = socket.socketpair()
+        self.signals.setblocking(False)
+        self.wakeup.setblocking(False)
+        self.note("the start")
+
+    def note(self, phase: str):
+        self.phase, self.idle_s = phase, 0
+
+    def __enter__(self):
+        signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        signal.set_wakeup_fd(-1)
+        self.ended.set()
+        self.join()
+        self.signals.close()
+        self.wakeup.close()
+
+    def run(self):
+        limit_s, why = self.timeout_s, "(--timeout-s)"
+        while not self.ended.wait(1):
+            self.idle_s += 1
+            with suppress(BlockingIOError):
+                if self.signals.recv(1) and self.world.size > 1:
+                    limit_s, why, self.idle_s = self.GRACE_S, "after a signal", 0
+            if self.idle_s > (self.timeout_s if self.phase.startswith("a save") else limit_s):
+                self.end(f"no progress for {self.idle_s} s {why} in {self.phase}")
+            if self.parent and os.getppid() != self.parent:
+                self.end(f"torchrun has died in {self.phase}")
+
+    def end(self, why: str):
+        try:
+            fail(5, f"error: rank {self.world.rank}: {why}; --resume goes on", True)
+            sys.stderr.flush()
+        finally:  # also if nobody can be told
+            os._exit(5)
+
+
 def train(run: Run) -> int:
     """Train to config.steps: each step is logged, then saved, validated and sampled if due. Returns
     the exit code: 0, or 3 if it was stopped."""
-    config, state = run.config, run.state
+    config, state, world = run.config, run.state, run.world
     with stop_signals() as signals:
         if state.step == 0:
             validate(run)
         while state.step < config.steps:
             start = time.perf_counter()
-            loss, norm, stop = train_step(state, run.net, config, run.world, bool(signals))
+            loss, norm, stop = train_step(state, run.net, config, world, signals)
             log_step(run, loss, norm, time.perf_counter() - start)
-            if stop or due(state.step, config.save_every, config.steps):
-                run.world.from_main(lambda: save(run))
+            saving = stop or due(state.step, config.save_every, config.steps)
+            if saving or due(state.step, config.check_every, config.steps):
+                check_replicas(state.model, state.step, world)
+            if saving:
+                world.note(f"a save after step {state.step}")
+                world.from_main(partial(save, run, stop or state.step == config.steps))
             if stop and state.step < config.steps:
                 run.log(f"stopped by a signal after step {state.step}; go on with --resume"
                         f" --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
                 return 3
             if due(state.step, config.eval_every, config.steps):
                 validate(run)
-            if due(state.step, config.sample_every, config.steps) and run.world.is_main:
+            if due(state.step, config.sample_every, config.steps) and world.is_main:
                 text = sample(run)
                 run.log(f"sample after step {state.step}:\n{text}", step=state.step, sample=text)
-    if run.world.is_main:
+    if world.is_main:
         draw_loss(Path(config.out_dir))
     return 0
 
 
 def log_step(run: Run, loss: float, norm: float, seconds: float):
-    config, step = run.config, run.state.step
+    config, step, finite = run.config, run.state.step, math.isfinite(loss + norm)
     run.seconds.append(seconds)
     tokens_per_s = config.batch_tokens / seconds
     tflops = tokens_per_s * run.state.model.flops_per_token() / run.world.size / 1e12  # of a rank
     lr, mfu = learning_rate(step - 1, config), tflops / run.matmul_tflops
     left = timedelta(seconds=int(np.mean(run.seconds[-100:]) * (config.steps - step)))
+    notice = spike(run.losses, loss) if finite else " | NOT FINITE, not applied"
+    run.losses += [loss] * finite
     run.log(
         f"step {step}/{config.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} |"
-        f" {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s | {mfu:.0%} MFU | {left} left",
-        step=step, loss=loss, grad_norm=norm, learning_rate=lr, ms=1000 * seconds, mfu=mfu,
-        tokens_per_s=tokens_per_s, tflops=tflops, peak_mib=peak_memory_mib(run.world.device),
+        f" {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s | {mfu:.0%} MFU | {left} left"
+        f"{notice}",
+        step=step, loss=loss if finite else None, grad_norm=norm if finite else None,
+        learning_rate=lr, ms=1000 * seconds, mfu=mfu, tokens_per_s=tokens_per_s, tflops=tflops,
+        peak_mib=peak_memory_mib(run.world.device), **({"notice": notice} if notice else {}),
     )  # fmt: skip
 
 
-def save(run: Run):
-    """Write a checkpoint: the main rank's is enough, since all ranks hold the same state."""
+def spike(losses: list[float], loss: float) -> str:
+    """A word on a loss that is far above those before it."""
+    recent = losses[-100:]
+    if len(recent) < 20:
+        return ""
+    sigmas = (loss - np.mean(recent)) / max(np.std(recent), 1e-3)
+    text = f" | SPIKE: {sigmas:.0f} standard deviations above the last {len(recent)} losses"
+    return text if sigmas > 6 else ""
+
+
+def save(run: Run, wait: bool):
+    """Write a checkpoint: the main rank's is enough, since all ranks hold the same state. With a
+    GPU it is written from a copy while the training goes on, unless it is to be waited for. OSError
+    if this one or the one before can't be written."""
     config, state = run.config, run.state
     facts = {
         "identity": identity(config, state.model.config, run.data),
         "config": asdict(config),
         "environment": run.environment,
     }
-    path = save_checkpoint(Path(config.out_dir), facts | state.state_dict(), config.keep)
-    run.log(f"saved {path}", saved=state.step, path=str(path))
+    saved = facts | state.state_dict()
+    if run.saving:
+        run.saving.result()
+    run.saving = run.writer.submit(write, run, copied(saved, {}) if run.in_background else saved)
+    if wait or not run.in_background:
+        run.saving.result()
+
+
+def copied(saved, copies: dict):
+    """The same with its tensors in the computer's memory, a tied one once."""
+    if isinstance(saved, dict):
+        return {name: copied(value, copies) for name, value in saved.items()}
+    if not isinstance(saved, Tensor):
+        return saved
+    if saved.data_ptr() not in copies:
+        copies[saved.data_ptr()] = saved.to("cpu", copy=True)
+    return copies[saved.data_ptr()]
+
+
+def write(run: Run, saved: dict):
+    start = time.perf_counter()
+    path = save_checkpoint(Path(run.config.out_dir), saved, run.config.keep)
+    seconds = time.perf_counter() - start
+    run.log(f"saved {path}", saved=saved["step"], path=str(path), save_s=seconds)
 
 
 def validate(run: Run):
@@ -825,11 +1158,11 @@ def draw_loss(out_dir: Path):
         from matplotlib.figure import Figure
     except ImportError:
         return
-    lines = (out_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]
     axes = (figure := Figure()).add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for name, style in (("loss", "-"), ("val_loss", "o-")):
-        values = {r["step"]: r[name] for r in records if name in r}  # the last, after a resume
+        values = {
+            r["step"]: r[name] for r in read_log(out_dir) if name in r
+        }  # the last, after a resume
         axes.plot(list(values), list(values.values()), style, label=name)
     axes.legend()
     with whole_file(out_dir / "loss.png") as f:
@@ -838,15 +1171,17 @@ def draw_loss(out_dir: Path):
 
 def main(argv: list[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the first step
     try:
         world = find_world(dict(os.environ), torch.cuda.device_count())
         config, given = parse_args(sys.argv[1:] if argv is None else argv, world.device.type)
-        with process_group(world):
-            return set_up_and_train(config, given, world)
+        with Watchdog(config.timeout_s, world) as watchdog, process_group(world):
+            return set_up_and_train(config, given, replace(world, note=watchdog.note))
     except (OSError, ValueError) as error:
-        return fail(2, f"error: {error}", is_main)
-    except torch.OutOfMemoryError as error:
-        return fail(2, f"error: a step does not fit, lower --micro-batch-size: {error}", is_main)
+        return fail(2, f"error: {error}", is_main or not agreed(error))
+    except (RuntimeError, MemoryError) as error:
+        return fail(*explained(error), True)
     except KeyboardInterrupt:
         return fail(130, "stopped by a signal before it could save", is_main)
 
@@ -858,9 +1193,29 @@ def set_up_and_train(config: TrainConfig, given: set[str], world: World) -> int:
     try:
         return train(run)
     except ValueError as error:
-        raise RuntimeError("a bug, no mistake of yours: please report it") from error
-    except (FloatingPointError, OSError) as error:
-        return fail(6 if isinstance(error, OSError) else 4, f"error: {error}", world.is_main)
+        raise AssertionError("a bug, no mistake of yours: please report it") from error
+    except ArithmeticError as error:
+        return fail(4, f"error: {error}", world.is_main)
+    except OSError as error:
+        return fail(6, f"error: {error}", world.is_main or not agreed(error))
+    finally:
+        run.writer.shutdown()
+        if run.saving and run.saving.exception():
+            fail(6, f"error: {run.saving.exception()}", True)
+
+
+def agreed(error: Exception) -> bool:
+    """Whether every rank has this error."""
+    return getattr(error, "is_agreed", False)
+
+
+def explained(error: Exception) -> tuple[int, str]:
+    """The exit code and the words for what PyTorch reports as a RuntimeError, if it is known."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "t allocate memory" in str(error):
+        return 2, f"error: a step does not fit, lower --micro-batch-size: {error}"
+    if re.search("gloo|NCCL|peer", str(error)):
+        return 5, f"error: lost another rank: {error!s:.300}"
+    raise error
 
 
 def fail(code: int, why: str, is_main: bool) -> int:

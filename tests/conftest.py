@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import Counter, defaultdict
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU, also beside a GPU
@@ -29,6 +30,28 @@ TINY = {  # flags of a run of a second
 }  # fmt: skip
 
 
+def matrix() -> dict[str, tuple[str, list[str]]]:
+    """The rows of FAULTS.md: what is broken, and the tests that do it."""
+    text = Path(__file__).with_name("FAULTS.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| F")]
+    return {row: (broken, tests.split(", ")) for row, broken, tests in lines}
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """After the slow tests: each row of the fault matrix, and what came of it."""
+    if config.getoption("markexpr") == "not slow":
+        return
+    outcomes = defaultdict(Counter)
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            outcomes[report.nodeid.split("::")[-1].split("[")[0]][outcome] += 1
+    terminalreporter.section("fault matrix")
+    for row, (broken, tests) in matrix().items():
+        total = sum((outcomes[name] for name in tests), Counter())
+        found = ", ".join(f"{count} {outcome}" for outcome, count in total.items())
+        terminalreporter.write_line(f"{row}  {found or 'in the default run':<18}  {broken}")
+
+
 def flags(**changes) -> list[str]:
     """A command line: TINY with changes; None leaves a flag out."""
     values = TINY | changes
@@ -43,23 +66,18 @@ def flags(**changes) -> list[str]:
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def make_data(folder: Path) -> Path:
     """Words without sense, as bytes, in shards of a prime length, so that nothing fits evenly."""
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, rng.integers(1, 6), np.uint8)) for _ in range(40)]
     texts = [b" ".join(rng.choice(words, 60)) for _ in range(12)]
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.jsonl").write_text(
-        "".join(json.dumps({"text": x.decode()}) + "\n" for x in texts)
-    )
-    line = [
-        "--input",
-        folder / "text.jsonl",
-        "--data-dir",
-        folder / "tokens",
-        "--val-fraction",
-        0.2,
-    ]
-    args = prepare_data.parse_args([*map(str, line), "--seed", "1"])
+    records = [json.dumps({"text": text.decode()}) + "\n" for text in texts]
+    (folder / "text.jsonl").write_text("".join(records))
+    line = ["--input", folder / "text.jsonl", "--data-dir", folder / "tokens"]
+    args = prepare_data.parse_args([*map(str, line), "--val-fraction", "0.2", "--seed", "1"])
     args.shard_tokens = 1009  # fewer than the command line takes
     prepare_data.prepare(args)
     return folder / "tokens"
@@ -69,8 +87,9 @@ def write_shard(path: Path, tokens: np.ndarray):
     path.write_bytes(dataloader.shard_header(len(tokens)) + tokens.astype("<u2").tobytes())
 
 
-def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: int | None):
-    """One rank, in its own process, with its output in folder. It kills itself after a step."""
+def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: int | None, inject):
+    """One rank, in its own process, with its output in folder. It kills itself after a step.
+    inject, a function of a module, is called with the rank before and may break anything."""
     os.environ.update(env)
     os.chdir(folder)
     torch.set_num_threads(1)
@@ -86,6 +105,8 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
     train_gpt2.log_step = log_and_die
     code = 1
     try:
+        if inject:
+            inject(int(env.get("RANK", 0)))
         code = train_gpt2.main(argv)
     except SystemExit as end:
         code = end.code
@@ -97,7 +118,9 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
         os._exit(code)
 
 
-def start_ranks(argv, folder: Path, ranks: int = 1, kill_after: int | None = None) -> list:
+def start_ranks(
+    argv, folder: Path, ranks: int = 1, kill_after: int | None = None, inject=None
+) -> list:
     """Processes that run train_gpt2.py as torchrun would start them, from a server that has
     imported torch once."""
     method = "forkserver" if os.name == "posix" else "spawn"
@@ -113,7 +136,7 @@ def start_ranks(argv, folder: Path, ranks: int = 1, kill_after: int | None = Non
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        process = context.Process(target=rank_main, args=(argv, folder, env, kill_after))
+        process = context.Process(target=rank_main, args=(argv, folder, env, kill_after, inject))
         process.start()
         processes.append(process)
     return processes
@@ -125,12 +148,14 @@ def finish(processes: list, folder: Path) -> tuple[int, str, str]:
         process.join(timeout=120)
         assert process.exitcode is not None, "a rank hangs"
     out, err = (Path(folder, f"rank0.{end}").read_text() for end in ("out", "err"))
+    if processes[0].exitcode == 0:
+        assert not any(process.exitcode for process in processes)
     return processes[0].exitcode, out, err
 
 
-def train(argv, folder: Path, ranks: int = 1, kill_after: int | None = None):
+def train(argv, folder: Path, ranks: int = 1, kill_after: int | None = None, inject=None):
     """A whole run: exit code, output, errors."""
-    return finish(start_ranks(argv, folder, ranks, kill_after), folder)
+    return finish(start_ranks(argv, folder, ranks, kill_after, inject), folder)
 
 
 def records(out_dir: Path, name: str) -> dict[int, float]:

@@ -497,7 +497,7 @@ def test_a_killed_run_keeps_its_shards_and_a_second_run_is_refused(much_text, tm
     wait_for(folder / "train_000004.bin", process)
     again = start(tmp_path / "data", much_text, *flags)
     assert again.wait() == 2
-    assert "is being written by another process" in (tmp_path / "errors").read_text()
+    assert "is being written by process" in (tmp_path / "errors").read_text()
     process.kill()
     process.wait()
     first = (folder / "train_000000.bin").stat()

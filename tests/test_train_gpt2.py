@@ -158,7 +158,9 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data
     line = flags(data_dir=data_dir, out_dir="run", save_every=3, micro_batch_size=4)
     code, out, err = train([*line, "--resume"], tmp_path)
     assert code == 0, err
-    assert "resumed after step 6, --micro-batch-size 4 instead of 1" in out
+    assert (
+        "resumed after step 6, not bit for bit because of --micro-batch-size 4 instead of 1" in out
+    )
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=1e-6)
 
 
@@ -215,7 +217,7 @@ def test_a_torn_last_line_of_the_log_costs_that_line_alone(whole, data_dir, tmp_
     code, _, err = train(line, tmp_path)
     assert code == 0, err
     assert list(losses(tmp_path / "run")) == list(range(1, 15))
-    assert '"lo\n{"environment"' in (tmp_path / "run" / "log.jsonl").read_text()
+    assert '"lo\n{"time"' in (tmp_path / "run" / "log.jsonl").read_text()
 
 
 def test_the_optimizer_goes_on_with_the_command_lines_settings(whole, data_dir, tmp_path):
@@ -258,15 +260,6 @@ def test_a_loss_that_is_not_finite_enters_no_weight(data_dir, tmp_path):
     last = max(losses(tmp_path / "run"))
     assert f"those of step {last}" in err
     assert all(t.isfinite().all() for t in weights(tmp_path / "run").values())
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is full")
-def test_a_full_disk_is_named_and_exits_with_6(data_dir, tmp_path):
-    out_dir = run(tmp_path, data_dir, steps=5)
-    (out_dir / "checkpoint_000006.pt.tmp").symlink_to("/dev/full")
-    code, _, err = train([*flags(data_dir=data_dir, out_dir="run", steps=6), "--resume"], tmp_path)
-    assert code == 6 and "No space left on device" in err
-    assert read_checkpoint(out_dir / "checkpoint_000005.pt")["step"] == 5
 
 
 # --------------------------------------------------------------------------------------------------
@@ -536,14 +529,16 @@ MISTAKES = {
     "a fraction": ({"steps": 1.5}, "--steps: invalid int value: '1.5'"),
     "no steps": ({"steps": 0, "warmup_steps": 0}, "--steps 0 must be a number of at least 1"),
     "negative clip": ({"grad_clip": -0.5}, "--grad-clip -0.5 must be a number of at least 0"),
-    "keep none": ({"keep": 0}, "--keep 0 must be a number of at least 1"),
+    "keep none": ({"keep": 0}, "--keep 0 must be a number of at least 2"),
     "no layers": ({"n_layer": 0}, "--n-layer 0 must be a number of at least 1"),
     "no value": ({"prompt": None, "seed": ""}, "--seed: invalid int value: ''"),
     "tf32": ({"tf32": True}, "--tf32 needs an NVIDIA GPU of 2020 or later, this is cpu: leave it"),
     "a used out-dir": ({"out_dir": "run"}, "--out-dir run holds a run: add --resume, or name"),
     "a file as out-dir": ({"out_dir": __file__}, "--out-dir .* is a file: name a folder"),
     "an out-dir in a file": ({"out_dir": f"{__file__}/run"}, "(Not a directory|cannot find)"),
-    "an unwritable out-dir": ({"out_dir": "/proc/run"}, "No such file or directory: '/proc/run'"),
+    "an unwritable out-dir": (
+        {"out_dir": "/proc/run"}, "--out-dir /proc/run: 4 more checkpoints need .* 0.0 GB are free"
+    ),
     "another shape": (with_run(n_layer=3), "--n-layer: the run in .*run has 2, this one 3; give"),
     "other padding": (with_run(pad_vocab=False), "--pad-vocab: the run in .* has True, this one F"),
     "another seed": (with_run(seed=7), "--seed: the run in .*run has 1337, this one 7; give it"),

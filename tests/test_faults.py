@@ -1,0 +1,982 @@
+"""What must survive, by the numbers of the fault matrix. Each test breaks something, sees that it
+broke, and compares what comes of it with the run that nothing happened to."""
+
+import builtins
+import errno
+import itertools
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import digest, finish, flags, matrix, records, start_ranks, train
+
+import dataloader
+import train_gpt2
+from train_gpt2 import read_checkpoint, save_checkpoint
+
+resource = pytest.importorskip("resource")  # POSIX has it
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, fork and limits of POSIX")
+
+
+@pytest.fixture(scope="session")
+def oracle(data_dir, tmp_path_factory) -> dict[int, Path]:
+    """Folders of uninterrupted runs of 12 steps, on 1 and 2 ranks."""
+    folder = tmp_path_factory.mktemp("oracle")
+    for ranks in (1, 2):
+        code, _, err = train(flags(data_dir=data_dir, out_dir=ranks), folder, ranks)
+        assert code == 0, err
+    return {ranks: folder / str(ranks) for ranks in (1, 2)}
+
+
+def equal(out_dir: Path, other: Path):
+    assert records(out_dir, "loss") == records(other, "loss")
+    assert digest(out_dir) == digest(other)
+
+
+def command(data_dir, **changes) -> list[str]:
+    return [*flags(**{"data_dir": data_dir, "out_dir": "run"} | changes), "--resume"]
+
+
+def goes_on(data_dir, folder: Path, oracle: dict, ranks: int = 1):
+    """The same command, again: now it ends, and nothing shows what happened."""
+    code, _, err = train(command(data_dir), folder, ranks)
+    assert code == 0, err
+    equal(folder / "run", oracle[ranks])
+
+
+def fired(folder: Path) -> bool:
+    return (folder / "fired").exists()
+
+
+def at_step(step: int, act, rank_of: int, rank: int):
+    """Injection: after step, on rank_of, act."""
+    log_step = train_gpt2.log_step
+
+    def log_and_act(run, *args):
+        log_step(run, *args)
+        if run.state.step == step and rank == rank_of:
+            Path("fired").touch()
+            act(run)
+
+    train_gpt2.log_step = log_and_act
+
+
+# --------------------------------------------------------------------------------------------------
+# Every system call of a save
+
+
+class Crash:
+    """Ends this process before or after its nth operation on files, and counts them."""
+
+    def __init__(self, at: int, after: bool):
+        self.at, self.after, self.count = at, after, 0
+
+    def wrap(self, function):
+        def wrapped(*args, **kwargs):
+            self.count += 1
+            if self.count == self.at and not self.after:
+                os._exit(137)
+            here = self.count == self.at and self.after
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if here:
+                    os._exit(137)
+
+        return wrapped
+
+    def install(self):
+        for name in ("fsync", "replace", "rename", "unlink", "mkdir", "rmdir"):
+            setattr(os, name, self.wrap(getattr(os, name)))
+        plain = builtins.open
+
+        def opened(file, mode="r", *args, **kwargs):
+            if mode[0] == "r" and "+" not in mode:
+                return plain(file, mode, *args, **kwargs)
+            f = self.wrap(plain)(file, mode, 0, **kwargs) if "b" in mode else plain(file, mode)
+            return Writer(f, self) if "b" in mode else f
+
+        builtins.open = opened
+
+
+class Writer:
+    """A file whose writes count."""
+
+    def __init__(self, file, crash: Crash):
+        self.file = file
+        self.write, self.truncate = crash.wrap(file.write), crash.wrap(file.truncate)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+
+def in_child(action, crash: Crash) -> int:
+    """The exit code of action in a process of its own, 0 if it came to its end."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            crash.install()
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def state_of(step: int) -> dict:
+    """A small checkpoint whose every number is its step."""
+    model = {f"w{i}": torch.full((50,), float(step)) for i in range(3)}
+    parts = dict.fromkeys(train_gpt2.PARTS, {})
+    return parts | {"step": step, "model": model, "position": step}
+
+
+def newest(out_dir: Path) -> dict:
+    return read_checkpoint(train_gpt2.newest_checkpoint(out_dir))
+
+
+def crash_points(folder: Path, num_before: int, check) -> int:
+    """Crash before and after each operation of one save in a folder that holds num_before
+    checkpoints; check what is left each time."""
+    points = 0
+    for at, after in ((n // 2, bool(n % 2)) for n in itertools.count(2)):
+        out_dir = folder / f"{at}{after}"
+        out_dir.mkdir()
+        for step in range(1, num_before + 1):
+            save_checkpoint(out_dir, state_of(step), keep=2)
+        save = partial(save_checkpoint, out_dir, state_of(num_before + 1), keep=2)
+        code = in_child(save, Crash(at, after))
+        if code == 0:
+            assert at == points // 2 + 1 > 5
+            return points
+        assert code == 137
+        points += 1
+        check(out_dir)
+
+
+@pytest.mark.parametrize("num_before", [1, 4])
+def test_a_crash_at_every_operation_of_a_save_leaves_old_or_new(tmp_path, num_before, capsys):
+    def check(out_dir: Path):
+        step = newest(out_dir)
+        paths = train_gpt2.checkpoints(out_dir)
+        assert step["step"] in (num_before, num_before + 1)
+        for path in paths:
+            saved = read_checkpoint(path)
+            assert {float(x) for t in saved["model"].values() for x in t} == {float(saved["step"])}
+        assert len(paths) >= min(2, num_before)
+
+    points = crash_points(tmp_path, num_before, check)
+    with capsys.disabled():
+        print(f"\n{points} crash points of a save with {num_before} checkpoints before it")
+    assert points > 10
+
+
+def test_a_save_that_was_acknowledged_survives_a_power_failure(tmp_path, monkeypatch):
+    """Each moment of a save is replayed on a disk that keeps a file's content only from its last
+    fsync, and of a folder's new names any first few of those after its last fsync."""
+    out_dir, log, plain = tmp_path / "run", [], {n: getattr(os, n) for n in ("fsync", "replace")}
+    out_dir.mkdir()
+    names = {}
+
+    def fsync(fd):
+        plain["fsync"](fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        log.append(("dir",) if path.is_dir() else ("content", path.name, path.read_bytes()))
+
+    def replace(old, new):
+        log.append(("name", Path(old).name, Path(new).name))
+        plain["replace"](old, new)
+
+    unlink = Path.unlink
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(
+        Path,
+        "unlink",
+        lambda path, **more: (
+            log.append(("gone", path.name)) if path.exists() else None,
+            unlink(path, **more),
+        )[1],
+    )
+    acknowledged = {}
+    for step in range(1, 5):
+        save_checkpoint(out_dir, state_of(step), keep=2)
+        acknowledged[len(log)] = step
+    monkeypatch.undo()
+    assert sum(event[0] == "dir" for event in log) == 4
+    cases = 0
+    for end in range(len(log) + 1):
+        last = max((n for n in acknowledged if n <= end), default=0)
+        for kept, torn in itertools.product(range(4), (b"", b"half")):
+            replayed = tmp_path / "replayed"
+            shutil.rmtree(replayed, ignore_errors=True)
+            replayed.mkdir()
+            for name, content in replay(log[:end], kept, torn).items():
+                (replayed / name).write_bytes(content)
+            cases += 1
+            saved = newest(replayed) if last else None
+            if last:
+                assert saved["step"] >= acknowledged[last], (end, kept, torn)
+    assert cases > 80 and not names
+
+
+def replay(log: list[tuple], kept: int, torn: bytes) -> dict[str, bytes]:
+    """The files after a power failure: all names up to the last fsync of the folder, then kept
+    more; content that was never synchronized is torn."""
+    synced = max((i for i, event in enumerate(log) if event[0] == "dir"), default=-1)
+    contents, files, more = {}, {}, kept
+    for i, event in enumerate(log):
+        if event[0] == "content":
+            contents[event[1]] = event[2]
+            continue
+        if event[0] == "dir":
+            continue
+        more -= i > synced
+        if more < 0:
+            break
+        if event[0] == "name":
+            files[event[2]] = contents.pop(event[1], torn)
+        else:
+            files.pop(event[1], None)
+    return files
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoint files
+
+
+def test_no_damaged_byte_of_a_checkpoint_is_loaded(tmp_path):
+    whole = save_checkpoint(tmp_path, state_of(7), keep=2).read_bytes()
+    path = tmp_path / "checkpoint_000007.pt"
+    expected = read_checkpoint(path)
+    rng, seen = np.random.default_rng(0), 0
+    places = rng.integers(0, len(whole), 60)
+    damaged = [whole[:n] + bytes([whole[n] ^ 1 << n % 8]) + whole[n + 1 :] for n in places]
+    damaged += [whole[:n] for n in (0, len(whole) // 100, len(whole) // 2, len(whole) - 1)]
+    damaged += [whole[:n] + bytes(200) + whole[n + 200 :] for n in range(0, len(whole) - 200, 997)]
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            saved = read_checkpoint(path)
+        except ValueError as error:
+            seen += 1
+            assert len(str(error).splitlines()) == 1
+        else:  # in the padding between the parts, or in a time stamp
+            assert saved["step"] == 7 and all(
+                torch.equal(saved["model"][name], expected["model"][name])
+                for name in saved["model"]
+            )
+    assert seen > len(damaged) / 3
+
+
+def test_leftovers_are_ignored_and_removed(oracle, data_dir, tmp_path):
+    out_dir = shutil.copytree(oracle[1], tmp_path / "run")
+    for step in (11, 12):
+        (out_dir / f"checkpoint_0000{step}.pt").unlink(missing_ok=True)
+    (out_dir / "checkpoint_000011.pt.tmp").write_bytes(b"half")
+    (out_dir / "12").mkdir()
+    (out_dir / "notes.tmp").write_text("mine")
+    (out_dir / "checkpoint_best.pt").write_text("mine")
+    (out_dir / "link.pt").symlink_to("/nowhere")
+    goes_on(data_dir, tmp_path, oracle)
+    assert not list(out_dir.glob("checkpoint_*.tmp"))
+    assert all(
+        (out_dir / name).read_text() == "mine" for name in ("notes.tmp", "checkpoint_best.pt")
+    )
+
+
+def full_disk(at_step: int, rank: int):
+    """Injection: the disk is full from a save on."""
+    plain = builtins.open
+
+    def opened(file, mode="r", *args, **kwargs):
+        f = plain(file, mode, *args, **kwargs)
+        return Full(f) if str(file).endswith(f"{at_step:06d}.pt.tmp") and "w" in mode else f
+
+    dataloader.open = opened
+
+
+class Full:
+    def __init__(self, file):
+        self.file, self.room = file, 20_000
+
+    def write(self, content):
+        self.room -= len(content)
+        if self.room < 0:
+            Path("fired").touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(content)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+
+def test_a_full_disk_is_named_and_the_old_checkpoint_stays(oracle, data_dir, tmp_path):
+    code, _, err = train(command(data_dir), tmp_path, inject=partial(full_disk, 10))
+    assert fired(tmp_path) and code == 6
+    assert re.search(r"checkpoint_000010.pt can't be written: .*No space left.*GB are free", err)
+    assert [path.name for path in (tmp_path / "run").glob("*.pt*")] == ["checkpoint_000005.pt"]
+    goes_on(data_dir, tmp_path, oracle)
+
+
+def in_background(rank: int):
+    train_gpt2.Run.in_background = property(lambda self: True)
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_step(oracle, data_dir, tmp_path):
+    """As with a GPU: the weights change while the copy is written."""
+    line = command(data_dir, save_every=1)
+    assert train(line, tmp_path, inject=in_background, kill_after=9)[0] not in range(8)
+    steps = [read_checkpoint(p)["step"] for p in train_gpt2.checkpoints(tmp_path / "run")]
+    assert steps[0] >= 7
+    assert train(line, tmp_path, inject=in_background)[0] == 0
+    equal(tmp_path / "run", oracle[1])
+    state = {"a": {"b": torch.zeros(3)}, "step": 1}
+    state["tied"] = state["a"]["b"]
+    copy = train_gpt2.copied(state, {})
+    assert copy["tied"] is copy["a"]["b"]
+    state["a"]["b"] += 1
+    assert torch.equal(copy["a"]["b"], torch.zeros(3))
+
+
+def little_room(rank: int):
+    usage = shutil.disk_usage
+    train_gpt2.shutil.disk_usage = lambda path: usage(path)._replace(free=10_000)
+
+
+def test_too_little_room_is_refused_before_the_first_step(data_dir, tmp_path):
+    code, _, err = train(command(data_dir), tmp_path, inject=little_room)
+    assert code == 2 and re.search(r"4 more checkpoints need .* GB, and 0.0 GB are free", err)
+    assert not (tmp_path / "run").exists()
+
+
+def failing_fsync(rank: int):
+    fsync, calls = os.fsync, []
+
+    def fail_third(fd):
+        calls.append(fd)
+        if len(calls) == 3:
+            Path("fired").touch()
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    os.fsync = fail_third
+
+
+def test_a_save_that_can_not_be_synchronized_does_not_count(oracle, data_dir, tmp_path):
+    code, _, err = train(command(data_dir), tmp_path, inject=failing_fsync)
+    assert fired(tmp_path) and code == 6 and "Input/output error" in err
+    assert [path.name for path in (tmp_path / "run").glob("*.pt*")] == ["checkpoint_000005.pt"]
+    goes_on(data_dir, tmp_path, oracle)
+
+
+def test_a_rotation_keeps_good_checkpoints_and_the_best(tmp_path):
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, state_of(step), keep=2)
+    bad = tmp_path / "checkpoint_000003.pt"
+    bad.write_bytes(bad.read_bytes()[:-9])
+    save_checkpoint(tmp_path, state_of(4), keep=2)
+    assert [p.name for p in train_gpt2.checkpoints(tmp_path) if train_gpt2.is_good(p)] == [
+        "checkpoint_000004.pt", "checkpoint_000002.pt"]  # fmt: skip
+    losses = {2: 1.0, 4: 2.0, 5: 3.0}
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps({"step": s, "val_loss": x}) + "\n" for s, x in losses.items())
+    )
+    for step in (5, 6, 7):
+        save_checkpoint(tmp_path, state_of(step), keep=2)
+    names = [path.name for path in train_gpt2.checkpoints(tmp_path)]
+    assert names == [f"checkpoint_00000{step}.pt" for step in (7, 6, 2)]
+
+
+def test_every_flag_may_change_or_not():
+    names = {f.name for f in fields(train_gpt2.TrainConfig)}
+    classes = [set(train_gpt2.FIXED), set(train_gpt2.UNSEEN), set(train_gpt2.ROUNDING)]
+    assert all(some < names for some in classes)
+    assert not any(a & b for a, b in itertools.combinations(classes, 2))
+
+
+def test_another_machine_goes_on_and_says_that_the_bits_differ(oracle, data_dir, tmp_path):
+    out_dir = shutil.copytree(oracle[1], tmp_path / "run")
+    path = train_gpt2.checkpoints(out_dir)[1]
+    train_gpt2.checkpoints(out_dir)[0].unlink()
+    saved = torch.load(path, weights_only=True)
+    saved["environment"] |= {"torch": "2.12.0", "threads": 7}
+    torch.save(saved, path)
+    code, out, _ = train(command(data_dir), tmp_path)
+    assert code == 0
+    assert re.search(r"not bit for bit because of torch 2\.13.* instead of 2.12.0, threads 1", out)
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def hostile_files(folder: Path) -> dict[str, bytes]:
+    good = save_checkpoint(folder, state_of(3), keep=2)
+    with zipfile.ZipFile(good) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    stem = next(iter(parts)).split("/")[0]
+    files = {"a plain pickle": pickle.dumps(Evil())}
+    changes = {
+        "code in the archive": {f"{stem}/data.pkl": pickle.dumps(Evil(), protocol=2)},
+        "names that lead out": {"../../out": b"x"},
+        "a header that lies": {
+            f"{stem}/data.pkl": parts[f"{stem}/data.pkl"].replace(b"K2", b"M\xff\xff")
+        },
+    }
+    for name, change in changes.items():
+        with zipfile.ZipFile(folder / "new", "w") as archive:
+            for part, content in (parts | change).items():
+                archive.writestr(part, content)
+        files[name] = (folder / "new").read_bytes()
+    with zipfile.ZipFile(folder / "new", "w", zipfile.ZIP_DEFLATED) as archive:
+        for part, content in (parts | {f"{stem}/data/0": bytes(50_000_000)}).items():
+            archive.writestr(part, content)
+    files["a bomb"] = (folder / "new").read_bytes()
+    return files
+
+
+def test_a_hostile_checkpoint_executes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, content in hostile_files(tmp_path).items():
+        bad = Path("checkpoint_000003.pt")
+        bad.write_bytes(content)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if name in ("names that lead out", "a header that lies"):
+            try:
+                read_checkpoint(bad)  # harmless, or refused
+            except ValueError:
+                pass
+        else:
+            with pytest.raises(ValueError, match=r"checkpoint_000003\.pt is damaged"):
+                read_checkpoint(bad)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000, name
+    assert not Path("executed").exists() and not Path("../../out").exists()
+
+
+def test_the_newest_checkpoint_is_told_by_its_step(tmp_path):
+    for step in (1, 2):
+        os.utime(save_checkpoint(tmp_path, state_of(step), keep=2), (10 - step, 10 - step))
+    assert newest(tmp_path)["step"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it stays open
+def test_warming_up_leaves_no_trace(data_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = flags(data_dir=data_dir, out_dir="run")
+    config, given = train_gpt2.parse_args(line, "cpu")
+    run = train_gpt2.set_up(config, given, train_gpt2.find_world({}, 0))
+    run.held[0].close()
+    before = pickle.dumps(run.state.state_dict()), torch.get_rng_state()
+    train_gpt2.warm_up(run.net, run.config, run.world, 257)
+    assert pickle.dumps(run.state.state_dict()) == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(p.grad is None for p in run.state.model.parameters())
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_taken(oracle, data_dir, tmp_path):
+    out_dir = shutil.copytree(oracle[1], tmp_path / "run")
+    path = train_gpt2.checkpoints(out_dir)[0]
+    saved = torch.load(path, weights_only=True)
+    next(iter(saved["model"].values())).view(-1)[5] = torch.nan
+    saved["step"] = 11
+    torch.save(saved, out_dir / "checkpoint_000011.pt")
+    path.unlink()
+    code, out, err = train(command(data_dir), tmp_path)
+    assert code == 0 and "resumed after step 10" in out and "numbers that are not finite" in err
+    equal(out_dir, oracle[1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Death, signals, ranks that hang
+
+
+def wait_for(condition, process=None, seconds: float = 60):
+    begin = time.monotonic()
+    while not condition():
+        assert process is None or process.is_alive()
+        assert time.monotonic() - begin < seconds
+        time.sleep(0.02)
+
+
+def has_step(folder: Path, step: int = 1) -> bool:
+    log = folder / "run" / "log.jsonl"
+    return log.exists() and f'"step": {step}, "loss"' in log.read_text()
+
+
+def kill_itself(number: int, run):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_death_of_a_rank_ends_the_others_with_one_line(oracle, data_dir, tmp_path, rank):
+    inject = partial(at_step, 7, partial(kill_itself, signal.SIGKILL), rank)
+    processes = start_ranks(command(data_dir), tmp_path, 2, inject=inject)
+    for process in processes:
+        process.join(45)
+    assert fired(tmp_path) and processes[rank].exitcode == -signal.SIGKILL
+    assert processes[1 - rank].exitcode == 5
+    err = (tmp_path / f"rank{1 - rank}.err").read_text()
+    assert re.search(r"^train_gpt2.py: error: lost another rank: .*$", err, re.M)
+    assert "Traceback" not in err
+    goes_on(data_dir, tmp_path, oracle, 2)
+
+
+def test_sigusr1_saves_and_stops(data_dir, tmp_path):
+    inject = partial(at_step, 3, partial(kill_itself, signal.SIGUSR1), 0)
+    code, out, _ = train(command(data_dir), tmp_path, inject=inject)
+    assert fired(tmp_path) and code == 3 and "stopped by a signal after step 4" in out
+
+
+def impatient(rank: int):
+    train_gpt2.Watchdog.GRACE_S = 2
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_rank_that_waits_for_another(oracle, data_dir, tmp_path):
+    line = command(data_dir, steps=500)
+    first, second = start_ranks(line, tmp_path, 2, inject=impatient)
+    wait_for(lambda: has_step(tmp_path), first)
+    os.kill(second.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(first.pid, signal.SIGTERM)
+    first.join(20)
+    second.kill()
+    assert first.exitcode == 5
+    err = (tmp_path / "rank0.err").read_text()
+    assert re.search(r"rank 0: no progress for 3 s after a signal in .* step", err)
+
+
+def test_a_signal_in_a_save_finishes_it(oracle, data_dir, tmp_path):
+    code, out, _ = train(command(data_dir), tmp_path, inject=signal_in_save)
+    assert fired(tmp_path) and code == 3
+    assert read_checkpoint(tmp_path / "run" / "checkpoint_000005.pt")["step"] == 5
+    goes_on(data_dir, tmp_path, oracle)
+
+
+def signal_in_save(rank: int):
+    save = torch.save
+
+    def save_and_signal(*args):
+        if not fired(Path()):
+            Path("fired").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        save(*args)
+
+    torch.save = save_and_signal
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(oracle, data_dir, tmp_path):
+    code, _, err = train(command(data_dir), tmp_path, inject=partial(at_step, 7, twice, 0))
+    assert fired(tmp_path) and code == 130 and "before it could save" in err
+    goes_on(data_dir, tmp_path, oracle)
+
+
+def twice(run):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(2.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+PHASES = ("opening the data", "compiling and warming up", "validation", "micro-step 1 of step 1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_signal_before_the_first_step_leaves_no_debris(oracle, data_dir, tmp_path, phase):
+    code, _, err = train(command(data_dir), tmp_path, inject=partial(signal_in_phase, phase))
+    assert fired(tmp_path) and code in (3, 130) and len(err.splitlines()) <= 1
+    for path in (tmp_path / "run").glob("*"):
+        assert path.name in ("lock", "log.jsonl") or read_checkpoint(path)["step"] <= 2
+    goes_on(data_dir, tmp_path, oracle)
+
+
+def signal_in_phase(phase: str, rank: int):
+    note = train_gpt2.Watchdog.note
+
+    def note_and_signal(self, now):
+        note(self, now)
+        if now.startswith(phase) and not fired(Path()):
+            Path("fired").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train_gpt2.Watchdog.note = note_and_signal
+
+
+def test_two_runs_never_share_a_folder(data_dir, tmp_path):
+    [first] = start_ranks(command(data_dir, steps=5000), tmp_path / "one")
+    wait_for(lambda: has_step(tmp_path / "one"), first)
+    line = command(data_dir, steps=5000, out_dir=None)
+    code, _, err = train([*line, "--out-dir", str(tmp_path / "one" / "run")], tmp_path / "two")
+    assert code == 2 and f"is being written by process {first.pid} on " in err
+    first.kill()
+    first.join()
+    line[line.index("--steps") + 1] = "3"
+    code, _, err = train([*line, "--out-dir", str(tmp_path / "one" / "run")], tmp_path / "two")
+    assert code == 0, err  # the system freed the lock
+
+
+def raise_bug(run):
+    raise KeyError("a bug")
+
+
+def leave(run):
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", [raise_bug, leave])
+def test_the_fault_of_one_rank_stops_all(oracle, data_dir, tmp_path, act):
+    code, _, err = train(command(data_dir), tmp_path, 2, inject=partial(at_step, 7, act, 1))
+    assert fired(tmp_path) and code == 5 and "lost another rank" in err
+    if act is raise_bug:
+        assert (tmp_path / "rank1.err").read_text().endswith("KeyError: 'a bug'\n")
+    assert [path.name for path in (tmp_path / "run").glob("*.pt")] == ["checkpoint_000005.pt"]
+    goes_on(data_dir, tmp_path, oracle, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_stopped_rank_is_waited_for_and_then_reported(oracle, data_dir, tmp_path, continues):
+    line = command(data_dir, timeout_s=600 if continues else 3)
+    first, second = start_ranks(line, tmp_path, 2, inject=slow_steps)
+    wait_for(lambda: has_step(tmp_path), first)
+    os.kill(second.pid, signal.SIGSTOP)
+    time.sleep(3)
+    if continues:
+        os.kill(second.pid, signal.SIGCONT)
+        assert finish([first, second], tmp_path)[0] == 0
+        return equal(tmp_path / "run", oracle[2])
+    first.join(20)
+    second.kill()
+    second.join()
+    err = (tmp_path / "rank0.err").read_text()
+    assert first.exitcode == 5 and "rank 0: no progress for 4 s (--timeout-s) in micro-step" in err
+    goes_on(data_dir, tmp_path, oracle, 2)
+
+
+def slow_steps(rank: int):
+    log_step = train_gpt2.log_step
+    train_gpt2.log_step = lambda run, *args: (log_step(run, *args), time.sleep(0.1))
+
+
+@pytest.mark.slow
+def test_too_little_memory_is_named(oracle, data_dir, tmp_path):
+    code, _, err = train(command(data_dir), tmp_path, inject=partial(at_step, 7, no_memory, 0))
+    assert fired(tmp_path) and code == 2 and "lower --micro-batch-size" in err
+    goes_on(data_dir, tmp_path, oracle)
+
+
+def no_memory(run):
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def test_a_closed_terminal_stops_nothing(oracle, data_dir, tmp_path):
+    program = [sys.executable, train_gpt2.__file__, *command(data_dir, eval_every=1)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+    process = subprocess.Popen(program, cwd=tmp_path, stdout=subprocess.PIPE, env=env)
+    process.stdout.readline()
+    process.stdout.close()
+    wait_for(lambda: has_step(tmp_path))
+    process.send_signal(signal.SIGHUP)
+    assert process.wait() == 0
+    equal(tmp_path / "run", oracle[1])
+
+
+@pytest.mark.slow
+def test_a_poor_environment_is_enough(oracle, data_dir, tmp_path):
+    program = (
+        f"ulimit -n 32; exec {sys.executable} {train_gpt2.__file__} {' '.join(command(data_dir))}"
+    )
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HOME": "/proc/none", "TMPDIR": "/proc/none"}
+    subprocess.run(["bash", "-c", program], cwd=tmp_path, env=env, check=True)
+    equal(tmp_path / "run", oracle[1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def bad_numbers(step: int, kind: str, on_rank: int, rank: int):
+    """Injection: the loss of a step, or the gradient of one weight, is not finite."""
+    forward, seen = train_gpt2.GPT.forward, []
+
+    def broken(self, idx, targets):
+        loss = forward(self, idx, targets)
+        if rank == on_rank and self.training and torch.is_grad_enabled():
+            seen.append(1)
+            if (len(seen) - 3) // 12 + 1 == step:  # after two passes of warm-up, 12 in a step
+                Path("fired").touch()
+                weight = next(self.parameters()).flatten()[0]
+                infinite = (weight - weight.detach()).sqrt()  # 0, its gradient is not
+                return loss * torch.nan if kind == "loss" else loss + infinite
+        return loss
+
+    train_gpt2.GPT.forward = broken
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_nothing_that_is_not_finite_enters_the_weights(oracle, data_dir, tmp_path, kind):
+    inject = partial(bad_numbers, 4, kind, 1)
+    code, _, err = train(command(data_dir, save_every=1), tmp_path, 2, inject=inject)
+    assert fired(tmp_path) and code == 4
+    rank = "1" if kind == "loss" else "none alone"
+    assert re.search(rf"step \d+ gave loss .* \(rank: {rank}\) .*on sequences [\d,]+ to", err)
+    goes_on(data_dir, tmp_path, oracle, 2)
+
+
+def test_a_step_that_is_left_out_is_left_out_after_a_resume_too(data_dir, tmp_path):
+    line = command(data_dir, skip_nonfinite=1, save_every=1)
+    inject = partial(bad_numbers, 4, "loss", 0)
+    code, out, err = train(line, tmp_path / "whole", inject=inject)
+    assert code == 0 and fired(tmp_path / "whole") and "NOT FINITE, not applied" in out, err
+    assert train(line, tmp_path / "killed", inject=inject, kill_after=6)[0] not in range(8)
+    assert train(line, tmp_path / "killed")[0] == 0
+    equal(tmp_path / "killed" / "run", tmp_path / "whole" / "run")
+    saved = [read_checkpoint(train_gpt2.checkpoints(tmp_path / name / "run")[0])
+             for name in ("whole", "killed")]  # fmt: skip
+    assert [s["skipped"] for s in saved] == [1, 1]
+
+
+def test_a_spike_is_a_notice():
+    losses = list(np.random.default_rng(0).normal(3, 0.1, 50))
+    assert not train_gpt2.spike(losses, 3.4) and not train_gpt2.spike(losses[:19], 30)
+    assert "SPIKE: " in train_gpt2.spike(losses, 4.5)
+
+
+def change_a_weight(run):
+    with torch.no_grad():
+        next(run.state.model.parameters()).flatten()[0] += 1e-3
+
+
+def test_a_rank_with_other_weights_is_named_and_nothing_saved(oracle, data_dir, tmp_path):
+    inject = partial(at_step, 6, change_a_weight, 1)
+    code, _, err = train(command(data_dir), tmp_path, 2, inject=inject)
+    assert fired(tmp_path) and code == 4
+    assert "after step 10 rank 1 holds other weights than the others" in err
+    assert [path.name for path in (tmp_path / "run").glob("*.pt")] == ["checkpoint_000005.pt"]
+    goes_on(data_dir, tmp_path, oracle, 2)
+
+
+def other_flags(rank: int):
+    parse_args = train_gpt2.parse_args
+    if rank == 1:
+        train_gpt2.parse_args = lambda argv, device: parse_args(
+            [*argv, "--weight-decay=0.3"], device
+        )
+
+
+def other_code(rank: int):
+    if rank == 1:
+        train_gpt2.code_digest = lambda: dict.fromkeys(digest_of_code(), "other")
+
+
+digest_of_code = train_gpt2.code_digest
+
+
+def other_data(rank: int):
+    if rank == 1:
+        train_gpt2.TokenFolder.fingerprint = lambda self: "other"
+
+
+@pytest.mark.parametrize(("inject", "word"), [
+    (other_flags, "--weight-decay is 0.3 on rank 1 and 0.1 on rank 0"),
+    (other_code, "train_gpt2.py is other on rank 1"),
+    (other_data, "the beginning of each shard is other on rank 1"),
+])  # fmt: skip
+def test_ranks_that_disagree_do_not_start(data_dir, tmp_path, inject, word):
+    code, _, err = train(command(data_dir), tmp_path, 2, inject=inject)
+    assert code == 2 and word in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_can_not_meet_say_where(data_dir, tmp_path, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": str(taken.getsockname()[1])}  # fmt: skip
+        program = [sys.executable, train_gpt2.__file__, *command(data_dir)]
+        done = subprocess.run(
+            program, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True
+        )
+    assert done.returncode == 2
+    assert re.search(
+        r"^train_gpt2.py: error: the ranks can't meet at MASTER_ADDR=127", done.stderr, re.M
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# As torchrun starts it
+
+
+def torchrun(folder: Path, data_dir: Path, *options: str, **changes) -> subprocess.Popen:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    line = [*program, *options, train_gpt2.__file__, *command(data_dir, **changes)]
+    return subprocess.Popen(line, cwd=folder, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def workers(launcher: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+def is_free(folder: Path) -> bool:
+    try:
+        dataloader.locked(folder).close()
+        return True
+    except BlockingIOError:
+        return False
+
+
+def lives(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_torchrun_that_is_killed_end(oracle, data_dir, tmp_path):
+    launcher = torchrun(tmp_path, data_dir, steps=100_000)
+    wait_for(lambda: has_step(tmp_path))
+    ranks = workers(launcher)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(map(lives, ranks)), seconds=10)
+    assert len(ranks) >= 2
+    wait_for(lambda: is_free(tmp_path / "run"), seconds=10)
+
+
+@pytest.mark.slow
+def test_torchrun_passes_a_signal_on_and_the_run_goes_on(oracle, data_dir, tmp_path):
+    launcher = torchrun(tmp_path, data_dir, steps=100_000)
+    wait_for(lambda: has_step(tmp_path))
+    launcher.terminate()
+    launcher.wait(45)
+    last = max(records(tmp_path / "run", "loss"))
+    assert read_checkpoint(train_gpt2.checkpoints(tmp_path / "run")[0])["step"] == last
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_rank_without_help(oracle, data_dir, tmp_path):
+    launcher = torchrun(tmp_path, data_dir, "--max-restarts=10", save_every=1, steps=400)
+    for step in (3, 150):
+        wait_for(lambda step=step: has_step(tmp_path, step))
+        os.kill(workers(launcher)[-1], signal.SIGKILL)
+        wait_for(lambda step=step: (tmp_path / "run/log.jsonl").read_text().count('"resumed"') >
+                 (step > 3))  # fmt: skip
+    assert launcher.wait(300) == 0
+    assert list(records(tmp_path / "run", "loss")) == list(range(1, 401))
+
+
+# --------------------------------------------------------------------------------------------------
+# Exactness
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_run_saved_and_resumed_after_every_step_is_the_uninterrupted_one(
+    data_dir, tmp_path, ranks
+):
+    """30 steps over three epochs of shards of a prime length: one chain of 29 kills, and from the
+    checkpoint of each step to the end."""
+    line = command(data_dir, steps=30, save_every=1, keep=40)
+    for name in ("whole", "chain"):
+        for step in range(1, 30) if name == "chain" else ():
+            assert train(line, tmp_path / name, ranks, kill_after=step + 1)[0] not in range(8)
+        assert train(line, tmp_path / name, ranks)[0] == 0
+    equal(tmp_path / "chain" / "run", tmp_path / "whole" / "run")
+    for step in range(1, 30):
+        folder = tmp_path / str(step)
+        (folder / "run").mkdir(parents=True)
+        name = f"checkpoint_{step:06d}.pt"
+        shutil.copy(tmp_path / "whole" / "run" / name, folder / "run" / name)
+        assert train(command(data_dir, steps=30), folder, ranks)[0] == 0
+        assert digest(folder / "run") == digest(tmp_path / "whole" / "run")
+
+
+# --------------------------------------------------------------------------------------------------
+# Data
+
+
+def overwrite_shards(how: str, data: Path, run):
+    for path in data.glob("train*.bin"):
+        content = path.read_bytes()
+        if how == "replaced by a link to nothing":
+            path.unlink()
+            path.symlink_to("/nowhere")
+        else:
+            path.write_bytes(content[:1100] if how == "cut" else content[:1024] + bytes(2018))
+
+
+@pytest.mark.parametrize("how", ["cut", "written over", "replaced by a link to nothing"])
+def test_a_shard_that_changes_in_the_run_ends_it_with_its_name(data_dir, tmp_path, how):
+    data = shutil.copytree(data_dir, tmp_path / "data")
+    inject = partial(at_step, 3, partial(overwrite_shards, how, data), 0)
+    code, _, err = train(command(data), tmp_path, inject=inject)
+    assert fired(tmp_path) and code == 6 and "train_00000" in err and len(err.splitlines()) == 1
+
+
+def test_a_manifest_leads_nowhere_else(data_dir, tmp_path):
+    data = shutil.copytree(data_dir, tmp_path / "data")
+    outside = shutil.copy(data / "train_000000.bin", tmp_path / "outside.bin")
+    text = (data / "manifest.json").read_text()
+    for name in ("../outside.bin", str(outside)):
+        (data / "manifest.json").write_text(text.replace("train_000000.bin", name))
+        with pytest.raises((OSError, ValueError), match=r"data.outside\.bin"):
+            dataloader.open_folder(data)
+    (data / "manifest.json").write_text(text.replace('"tokens": 1009', '"tokens": 999999999999', 1))
+    with pytest.raises(ValueError, match="999,999,999,999"):
+        dataloader.open_folder(data)
+
+
+@pytest.mark.slow
+def test_the_soak_finds_nothing_lost(tmp_path):
+    """For an hour: python tests/soak.py --minutes 60."""
+    import soak
+
+    counts = soak.soak(0.3, [2], 5, tmp_path)["counts"]
+    assert counts["runs"] >= 1 and counts["cycles"] > counts["runs"]
+    assert not counts["runs that differ"]
+
+
+# --------------------------------------------------------------------------------------------------
+# The matrix itself
+
+
+def test_every_row_of_the_matrix_has_a_test_or_a_reason():
+    rows = matrix()
+    assert list(rows) == [f"F{n:02d}" for n in range(1, 77)]
+    written = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
+    for row, (injected, tests) in rows.items():
+        assert injected and tests, row
+        for name in tests:
+            assert f"def {name}(" in written or injected.startswith("does not apply"), name
