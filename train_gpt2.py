@@ -416,13 +416,13 @@ def save_checkpoint(out_dir: Path, saved: dict, keep: int) -> Path:
 def rotate(out_dir: Path, path: Path, keep: int):
     """Remove the checkpoints before path but for the newest keep good ones, itself counted, and the
     best."""
-    paths, best, num_good = checkpoints(out_dir), best_checkpoint(out_dir), 1
-    for old in paths[paths.index(path) + 1 :]:  # a later one is damaged, or it would be newest
-        if num_good < keep:
-            num_good += is_good(old)
-        elif old != best:
-            with suppress(OSError):  # the new one is safe, whatever becomes of an old one
-                old.unlink()
+    paths, num_good = checkpoints(out_dir), 1
+    older = paths[paths.index(path) + 1 :]  # a later one is damaged, or it would be newest
+    while older and num_good < keep:
+        num_good += is_good(older.pop(0))
+    with suppress(OSError):  # the new one is safe, whatever becomes of an old one
+        for old in {*older} - {best_checkpoint(out_dir)}:
+            old.unlink()
 
 
 def write_archive(saved: dict, file: IO):
