@@ -25,6 +25,7 @@ import torch
 from conftest import digest, finish, flags, matrix, records, start_ranks, train
 
 import dataloader
+import prepare_data
 import train_gpt2
 from train_gpt2 import read_checkpoint, save_checkpoint
 
@@ -943,6 +944,44 @@ def test_a_shard_that_changes_in_the_run_ends_it_with_its_name(data_dir, tmp_pat
     inject = partial(at_step, 3, partial(overwrite_shards, how, data), 0)
     code, _, err = train(command(data), tmp_path, inject=inject)
     assert fired(tmp_path) and code == 6 and "train_00000" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_crash_at_every_operation_of_preparing_costs_nothing(tmp_path, monkeypatch, capsys):
+    """After each crash the same command makes the folder that an undisturbed one made; a crash as
+    the last thing of all leaves the lock's file in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_data, "PIECE", 500)
+    rng = np.random.default_rng(3)
+    words = [bytes(rng.integers(97, 123, 5, np.uint8)).decode() for _ in range(50)]
+    texts = [" ".join(rng.choice(words, 80)) for _ in range(10)]
+    Path("text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    line = ["--input", "text.jsonl", "--val-fraction", "0.3", "--workers", "0", "--data-dir"]
+
+    def prepare(name: str):
+        args = prepare_data.parse_args([*line, name])
+        args.shard_tokens = 1009
+        prepare_data.prepare(args)
+
+    def content(name: str) -> dict[str, bytes]:
+        return {f.name: f.read_bytes() for f in Path(name).iterdir() if f.name != "lock"}
+
+    prepare("whole")
+    points = 0
+    for at, after in ((n // 2, bool(n % 2)) for n in itertools.count(2)):
+        shutil.rmtree("crashed", ignore_errors=True)
+        code = in_child(partial(prepare, "crashed"), Crash(at, after))
+        if not Path("crashed").exists():
+            prepare("crashed")
+        assert content("crashed") == content("whole"), (at, after)
+        assert not Path("crashed.unfinished").exists()
+        if code == 0:
+            break
+        assert code == 137
+        points += 1
+    with capsys.disabled():
+        print(f"\n{points} crash points of preparing {len(content('whole')) - 1} shards")
+    assert points > 100
 
 
 def test_a_manifest_leads_nowhere_else(data_dir, tmp_path):
