@@ -368,7 +368,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     loader: ShardLoader
     step: int = 0
-    skipped: int = 0  # steps that were not applied
+    skipped: list[str] = field(default_factory=list)  # steps that were not applied, and why
 
     def state_dict(self) -> dict:
         return {
@@ -376,20 +376,20 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict()["state"],
             "position": self.loader.position,
-            "skipped": self.skipped,
+            "skipped": list(self.skipped),
         }
 
     def load_state_dict(self, saved: dict):
         """Go on from saved. Learning rate, betas and decay stay the command line's: PyTorch's own
         load would bring back the old ones."""
-        self.step, self.skipped = saved["step"], saved.get("skipped", 0)
+        self.step, self.skipped = saved["step"], list(saved["skipped"])
         self.model.load_state_dict(saved["model"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
         self.loader.position = saved["position"]
 
 
-PARTS = ("step", "model", "optimizer", "position", "identity", "config", "environment")
+PARTS = ("step", "model", "optimizer", "position", "skipped", "identity", "config", "environment")
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
@@ -593,11 +593,11 @@ def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
 
 
 def train_step(
-    state: TrainState, net: nn.Module, config: TrainConfig, world: World, stop: list | tuple = ()
+    state: TrainState, net: nn.Module, config: TrainConfig, world: World, must_stop: Callable
 ) -> tuple[float, float, bool]:
     """One optimizer step over batch_tokens: the mean loss before it, the gradient's norm, and
-    whether any rank was asked to stop (its stop is not empty by then). FloatingPointError, and no
-    update, if the loss or the norm is not finite on any rank."""
+    whether any rank must_stop, which is asked at its end. FloatingPointError, and no update, if the
+    loss or the norm is not finite on any rank."""
     device, num_micro = world.device, config.num_micro(world.size)
     loss_sum, bad = torch.zeros((), device=device), torch.zeros(world.size, device=device)
     for micro_step in range(num_micro):
@@ -610,7 +610,7 @@ def train_step(
         loss_sum += loss.detach()
     norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip or math.inf)
     bad[world.rank] = ~loss_sum.isfinite()
-    asked = torch.tensor(bool(stop), device=device)
+    asked = torch.tensor(must_stop(), device=device)
     loss, norm, stop, *bad = world.sum([loss_sum, norm, asked, *bad])
     loss, norm = loss / world.size, norm / world.size
     if math.isfinite(loss + norm):
@@ -625,17 +625,19 @@ def train_step(
 
 
 def leave_out(state: TrainState, config: TrainConfig, loss: float, norm: float, bad: list[float]):
-    """Count a step that is not applied; FloatingPointError if there have been enough of them. bad
+    """Record a step that is not applied; FloatingPointError if there have been enough of them. bad
     says of each rank whether its own loss was not finite."""
-    state.skipped += 1
-    if state.skipped > config.skip_nonfinite:
-        ranks = ", ".join(str(rank) for rank, is_bad in enumerate(bad) if is_bad) or "none alone"
-        end = state.loader.position
+    ranks = ", ".join(str(rank) for rank, is_bad in enumerate(bad) if is_bad) or "none alone"
+    end = state.loader.position
+    why = (
+        f"step {state.step + 1} gave loss {loss} (rank: {ranks}) and gradient norm {norm}, on"
+        f" sequences {end - config.batch_tokens // config.seq_len:,} to {end - 1:,}: not applied"
+    )
+    state.skipped.append(why)
+    if len(state.skipped) > config.skip_nonfinite:
         raise FloatingPointError(
-            f"step {state.step + 1} gave loss {loss} (rank: {ranks}) and gradient norm {norm}, on"
-            f" sequences {end - config.batch_tokens // config.seq_len:,} to {end - 1:,}: not"
-            f" applied, the weights are those of step {state.step}; try a --learning-rate below"
-            f" {config.learning_rate}, or --skip-nonfinite {state.skipped}"
+            f"{why}, the weights are those of step {state.step}; try a --learning-rate below"
+            f" {config.learning_rate}, or --skip-nonfinite {len(state.skipped)}"
         )
 
 
@@ -702,6 +704,10 @@ class Run:
     def in_background(self) -> bool:
         """Whether checkpoints are written beside the training: a CPU has its hands full."""
         return self.world.device.type != "cpu"
+
+    @property
+    def lost_a_save(self) -> bool:
+        return bool(self.saving and self.saving.done() and self.saving.exception())
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -840,6 +846,7 @@ def codec(tokenizer: str) -> tuple[Callable, Callable] | None:
 
 def sample(run: Run, num_tokens: int = 200) -> str:
     """A text that the model goes on with, from the same random numbers each time."""
+    run.world.note("a sample")
     config, device, both = run.config, run.world.device, codec(run.data.tokenizer)
     end_of_text = VOCAB_SIZES.get(run.data.tokenizer, 1) - 1  # where each document begins
     ids = list(both[0](config.prompt)) if both and config.prompt else [end_of_text]
@@ -1056,7 +1063,8 @@ def train(run: Run) -> int:
             validate(run)
         while state.step < config.steps:
             start = time.perf_counter()
-            loss, norm, stop = train_step(state, run.net, config, world, signals)
+            asked = lambda: bool(signals) or run.lost_a_save  # noqa: E731
+            loss, norm, stop = train_step(state, run.net, config, world, asked)
             log_step(run, loss, norm, time.perf_counter() - start)
             saving = stop or due(state.step, config.save_every, config.steps)
             if saving or due(state.step, config.check_every, config.steps):
@@ -1085,7 +1093,7 @@ def log_step(run: Run, loss: float, norm: float, seconds: float):
     tflops = tokens_per_s * run.state.model.flops_per_token() / run.world.size / 1e12  # of a rank
     lr, mfu = learning_rate(step - 1, config), tflops / run.matmul_tflops
     left = timedelta(seconds=int(np.mean(run.seconds[-100:]) * (config.steps - step)))
-    notice = spike(run.losses, loss) if finite else " | NOT FINITE, not applied"
+    notice = spike(run.losses, loss) if finite else f" | {run.state.skipped[-1]}"
     run.losses += [loss] * finite
     run.log(
         f"step {step}/{config.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} |"
@@ -1110,7 +1118,7 @@ def spike(losses: list[float], loss: float) -> str:
 def save(run: Run, wait: bool):
     """Write a checkpoint: the main rank's is enough, since all ranks hold the same state. With a
     GPU it is written from a copy while the training goes on, unless it is to be waited for. OSError
-    if this one or the one before can't be written."""
+    if it can't be written, or if the one before could not, which does not keep this one from it."""
     config, state = run.config, run.state
     facts = {
         "identity": identity(config, state.model.config, run.data),
@@ -1118,11 +1126,12 @@ def save(run: Run, wait: bool):
         "environment": run.environment,
     }
     saved = facts | state.state_dict()
-    if run.saving:
-        run.saving.result()
+    failed = run.saving and run.saving.exception()  # waits for it
     run.saving = run.writer.submit(write, run, copied(saved, {}) if run.in_background else saved)
-    if wait or not run.in_background:
+    if wait or failed or not run.in_background:
         run.saving.result()
+    if failed:
+        raise failed
 
 
 def copied(saved, copies: dict):
@@ -1171,8 +1180,9 @@ def draw_loss(out_dir: Path):
 
 def main(argv: list[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
-    with suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the first step
+    for name in ("SIGTERM", "SIGUSR1"):  # until the first step, as Ctrl-C
+        with suppress(AttributeError, ValueError):  # on Windows; not in the main thread
+            signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
         world = find_world(dict(os.environ), torch.cuda.device_count())
         config, given = parse_args(sys.argv[1:] if argv is None else argv, world.device.type)

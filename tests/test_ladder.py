@@ -19,11 +19,11 @@ BREAKS = {  # what a wrong speed-up would do: the rung, the file, the line, what
     "no mask": ("flash", "model.py", "is_causal=True)", "is_causal=False)"),
     "padded targets": ("pad-vocab", "model.py", "is_padding = ids >=", "is_padding = ids > 63 +"),
     "a sum for a mean": ("accumulation", "train_gpt2.py", "net(x, y) / num_micro", "net(x, y)"),
-    "no reduction": (
+    "the same data": (
         "2 ranks",
         "train_gpt2.py",
-        "enabled=micro_step ==",
-        "enabled=micro_step == -",
+        "seq_len, world.rank, world.size",
+        "seq_len, 0, 2",
     ),
 }
 
@@ -73,6 +73,16 @@ def test_a_rung_that_changes_the_mathematics_is_refused(tmp_path, data_dir, faul
     content, text = climb(project, data_dir, "--ranks", "2", "--only", name, code=1)
     assert states(content) == {"base": "measured", name: "refused"}
     assert "differs from the base's by" in text
+
+
+@pytest.mark.slow
+def test_ranks_whose_gradients_are_not_averaged_end_their_rung(tmp_path, data_dir):
+    """The trainer itself compares the weights."""
+    edit = ("train_gpt2.py", "enabled=micro_step ==", "enabled=micro_step == -")
+    project = copy_of_project(tmp_path / "project", edit)
+    content, text = climb(project, data_dir, "--ranks", "2", "--only", "2 ranks", code=1)
+    assert states(content) == {"base": "measured", "2 ranks": "failed"}
+    assert "holds other weights than the others" in text
 
 
 @pytest.mark.slow
