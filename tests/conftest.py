@@ -122,10 +122,11 @@ def start_ranks(
     argv, folder: Path, ranks: int = 1, kill_after: int | None = None, inject=None
 ) -> list:
     """Processes that run train_gpt2.py as torchrun would start them, from a server that has
-    imported torch once."""
+    imported all that they need once."""
     method = "forkserver" if os.name == "posix" else "spawn"
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["train_gpt2"])
+    slow_imports = ["torch._dynamo", "torch._inductor", "matplotlib.figure"]  # a run's own
+    context.set_forkserver_preload(["train_gpt2", *slow_imports])
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
