@@ -1,10 +1,11 @@
 """Runs are killed, stopped and damaged at random for as long as asked, and lose nothing.
 
     python tests/soak.py --minutes 60
-    python tests/soak.py --minutes 1 --ranks 2 --seed 7     # repeats what seed 7 did
+    python tests/soak.py --minutes 1 --ranks 2 --seed 7     # the same deaths, moments and damages
 
 One run after the other, on 1, 2 and 3 ranks in turn, is started again with the same command until
-it ends by itself. In between it dies in a way and at a moment that are drawn. After each death the
+it ends by itself, every second time with its saves in the background, as on a GPU. In between it
+dies in a way and at a moment that are drawn. After each death the
 newest good checkpoint must be one that was acknowledged, or newer; at the end every loss and the
 weights must be, bit for bit, those of a run that nothing happened to.
 
@@ -45,13 +46,16 @@ def command(data: Path) -> list[str]:
     return [*conftest.flags(data_dir=data, out_dir="run", **changes), "--resume"]
 
 
-def small_files(room: int, rank: int):
-    """Injection: no file may grow beyond room bytes, so that a save fails."""
+def prepare(room: int, in_background: bool, rank: int):
+    """Injection: no file may grow beyond room bytes, so that a save fails; saves as on a GPU."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+    if in_background:
+        train_gpt2.Run.in_background = property(lambda self: True)
 
 
 def start(rng: random.Random, data: Path, folder: Path, ranks: int, death: str) -> list:
-    inject = partial(small_files, rng.randrange(100_000, 250_000)) if death == "disk" else None
+    room = rng.randrange(100_000, 250_000) if death == "disk" else resource.RLIM_INFINITY
+    inject = partial(prepare, room, rng.random() < 0.5)
     return conftest.start_ranks(command(data), folder, ranks, inject=inject)
 
 
@@ -133,8 +137,9 @@ def one_run(rng: random.Random, data: Path, folder: Path, ranks: int, counts: Co
         counts["steps redone"] += max(last_step(folder) - max(good, default=0), 0)
         counts["fell back"] += "trying the one before it" in err
         [how] = rng.choices(list(DAMAGES), DAMAGES.values())
-        damaged = damage(rng, folder, how)
-        counts[f"damage: {how}"] += damaged
+        done = damage(rng, folder, how)
+        counts[f"damage: {how}"] += done
+        damaged = done and how != "litter"
         dataloader.locked(folder / "run").close()  # the system has freed it
     raise AssertionError("a run that never ends")
 
