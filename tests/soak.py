@@ -86,6 +86,16 @@ def send(process, number: int):
         os.kill(process.pid, number)
 
 
+def stop_the_rest(processes: list):
+    """What torchrun does when a rank has died: those that can't notice it, since they have not met
+    it yet, would wait for it. The others have ten seconds to notice it by themselves."""
+    while all(process.is_alive() for process in processes):
+        time.sleep(0.01)
+    for process in processes if any(process.exitcode for process in processes) else []:
+        process.join(10 if process.is_alive() else 0)
+        send(process, signal.SIGTERM)
+
+
 def saves(folder: Path) -> list[int]:
     """The steps that the run said to be saved, in the order of its log."""
     return [r["saved"] for r in train_gpt2.read_log(folder / "run") if "saved" in r]
@@ -122,6 +132,7 @@ def one_run(rng: random.Random, data: Path, folder: Path, ranks: int, counts: Co
         processes = start(rng, data, folder, ranks, death)
         if bring_death(rng, processes, death, folder):
             counts[death] += 1
+        stop_the_rest(processes)
         code, _, err = conftest.finish(processes, folder)
         assert code in (0, 3, 5, 6, 130, -signal.SIGKILL) and "Traceback" not in err, (code, err)
         counts["cycles"] += 1
