@@ -56,6 +56,9 @@ def prepare(room: int, in_background: bool, rank: int):
 def start(rng: random.Random, data: Path, folder: Path, ranks: int, death: str) -> list:
     room = rng.randrange(100_000, 250_000) if death == "disk" else resource.RLIM_INFINITY
     inject = partial(prepare, room, rng.random() < 0.5)
+    folder.mkdir(exist_ok=True)
+    for name in ("rank0.out", "rank0.err"):  # it may end before it opens them
+        (folder / name).write_text("")
     return conftest.start_ranks(command(data), folder, ranks, inject=inject)
 
 
