@@ -1,0 +1,167 @@
+"""benchmarks/plot.py, as a program and its parts, on logs written here."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import plot
+import pytest
+
+PROGRAM = Path(plot.__file__)
+FLAGS = {
+    "model": "gpt2", "n_layer": 12, "n_embd": 768, "data_dir": "data/mine",
+    "batch_tokens": 1_000_000,
+}  # fmt: skip
+KEYS = {"name", "what", "value", "step", "tokens", "data", "source", "note"}
+CURVE = {  # 1e6 tokens per step, as the runs here
+    "name": "one", "what": "val_loss", "value": 4.0, "step": 4000, "tokens": 4_000_000_000,
+    "data": "Mine", "points": [[0, 10.0], [1000, 6.0], [2000, 5.0], [4000, 4.0]],
+}  # fmt: skip
+
+
+def write_log(folder: Path, *records: dict | str, **flags) -> str:
+    """A run's folder. A record is a dict, or a line as it is."""
+    folder.mkdir()
+    lines = [
+        r if isinstance(r, str) else json.dumps(r) for r in ({"flags": FLAGS | flags}, *records)
+    ]
+    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+    return str(folder)
+
+
+def step(number: int, loss: float | None, ms: float = 3_600_000.0) -> dict:
+    return {"step": number, "loss": loss, "ms": ms}
+
+
+def validated(number: int, loss: float, **more) -> dict:
+    return {"step": number, "val_loss": loss} | more
+
+
+def run_program(*line, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, PROGRAM, *line], capture_output=True, text=True, **options
+    )
+
+
+def words(folder: Path, *validations: dict, references=(CURVE,)) -> list[str]:
+    run = plot.read_run(write_log(folder, step(1, 9.0), *validations))
+    return [line.removeprefix(f"{folder} on data/mine: ") for line in plot.words(run, references)]
+
+
+def test_the_second_time_that_a_step_was_made_counts_and_a_torn_line_does_not(tmp_path):
+    """Killed after step 4, resumed from step 2, going on after step 3."""
+    first = [validated(0, 9.0), step(1, 8.0), step(2, 7.0), step(3, 6.0), step(4, 5.0)]
+    again = ['{"step": 5, "los', {"resumed": 2}, step(3, None, 7_200_000.0)]
+    run = plot.read_run(write_log(tmp_path / "run", *first, validated(4, 4.9), *again))
+    steps, losses = run.series("loss")
+    assert (list(steps), list(losses)) == ([1, 2], [8, 7])  # the loss of step 3 is not finite now
+    assert list(run.series("val_loss")[0]) == [0]
+    assert list(run.hours([0, 2, 3])) == [0, 2, 4]
+    assert list(run.tokens(steps)) == [1e6, 2e6]
+
+
+@pytest.mark.parametrize("number, loss, gap, reference", [
+    (1500, 5.4, "0.100 ahead of", "5.5000 at as many tokens, which got there 100.0M tokens later"),
+    (1500, 5.6, "0.100 behind", "5.5000 at as many tokens, which got there 100.0M tokens earlier"),
+    (3000, 5.5, "1.000 behind", "4.5000 at as many tokens, which got there 1.50B tokens earlier"),
+    (3000, 3.9, "0.600 ahead of", "4.5000 at as many tokens, which never got there"),
+    (4001, 4.2, "0.200 above", "4.0000, whose training is complete"),
+])  # fmt: skip
+def test_words_interpolate_a_curve_by_tokens(tmp_path, number, loss, gap, reference):
+    [line] = words(tmp_path / "run", validated(0, 9.0), validated(number, loss))
+    place = f"validation loss {loss:.4f} after step {number:,} ({plot.short(number * 1e6)} tokens)"
+    assert line == f"{place}: {gap} one on Mine, {reference}"
+
+
+def test_words_of_a_last_figure_and_of_an_accuracy(tmp_path):
+    last = CURVE | {"name": "two", "value": 5.25, "step": None, "tokens": None, "points": []}
+    rising = CURVE | {"what": "hellaswag_acc", "points": [[0, 0.25], [2000, 0.35]], "data": "it"}
+    validation = validated(1000, 5.0, hellaswag_acc=0.28)
+    loss, accuracy = words(tmp_path / "run", validation, references=(last, rising))
+    assert loss.endswith(": 0.250 below two on Mine, 5.2500, whose training is complete")
+    assert accuracy.endswith("(1.00B tokens): 0.020 behind one on it, 0.3000 at as many tokens")
+
+
+def test_only_references_on_the_same_data_are_taken_if_the_folder_tells(tmp_path):
+    references = [CURVE, CURVE | {"data": "Other"}, CURVE | {"what": "hellaswag_acc", "data": "it"}]
+    mine = plot.read_run(write_log(tmp_path / "a", step(1, 9.0)))
+    unknown = plot.read_run(write_log(tmp_path / "b", step(1, 9.0), data_dir="somewhere"))
+    assert [r["data"] for r in plot.like(mine, references)] == ["Mine", "it"]
+    assert [r["data"] for r in plot.like(unknown, references)] == ["Mine", "Other", "it"]
+
+
+@pytest.mark.parametrize("flags, bits, said", [
+    ({"model": "nano", "n_layer": 6, "n_embd": 192}, 8, "GPT-2 124M, this is nano: 6 layers"),
+    ({}, 2.0, "this run's are bytes"),  # 2 bits are 1.39 nats
+    ({"data_dir": ""}, 0.5, "Python's own source"),
+])  # fmt: skip
+def test_a_run_unlike_the_references_is_not_compared(tmp_path, flags, bits, said):
+    records = [step(1, 2.0), validated(1, 1.386, bits_per_byte=bits)]
+    folder = write_log(tmp_path / "run", *records, **flags)
+    done = run_program(folder, "--against", "reference", cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr
+    [line] = done.stdout.splitlines()
+    assert said in line
+
+
+def test_the_program_says_how_a_run_compares(tmp_path):
+    folder = write_log(tmp_path / "run", step(1, 9.0), validated(5000, 3.5), data_dir="FineWeb-Edu")
+    done = run_program(folder, "--against", "reference", cwd=tmp_path)
+    line, caveat = done.stdout.splitlines()
+    assert re.search(r"behind build-nanogpt.*; 0\.208 above GPT-2 124M \(OpenAI\)", line)
+    assert "same data set and tokenizer" in caveat
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no picture
+
+
+@pytest.mark.parametrize("records, line, cure", [
+    (None, (), "name a run's folder"),
+    ((), (), "wait for the run's first one"),
+    ((step(1, 9.0),), ("--against", "nobody"), "build-nanogpt"),
+    ((step(1, 9.0),), ("--out", "."), "name another file with --out"),
+])  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_2(tmp_path, records, line, cure):
+    folder = tmp_path / "run"
+    if records is not None:
+        write_log(folder, *records)
+    done = run_program(folder, *line, cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    [error] = done.stderr.splitlines()
+    assert error.startswith("plot.py: error: ") and cure in error
+
+
+def test_without_matplotlib_a_line_says_what_to_install(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
+    folder = write_log(tmp_path / "run", step(1, 9.0))
+    done = run_program(folder, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    error = "plot.py: error: drawing needs matplotlib: pip install matplotlib\n"
+    assert (done.returncode, done.stderr) == (2, error)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
+def test_runs_are_drawn_and_no_file_is_overwritten(tmp_path):
+    records = [validated(0, 9.0), step(1, 9.0), step(2, None), step(3, 7.0), validated(3, 7.0)]
+    folders = [write_log(tmp_path / name, *records) for name in "ab"]
+    folders.append(write_log(tmp_path / "nano", *records, model="nano"))
+    done = run_program(*folders, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "loss.png\n", "")
+    picture = (tmp_path / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert run_program(folders[0], cwd=tmp_path).returncode == 2
+    assert (tmp_path / "loss.png").read_bytes() == picture
+
+
+def test_every_reference_names_its_source():
+    references = plot.load_references()
+    assert len({(r["name"], r["what"], r["data"]) for r in references}) == len(references)
+    for reference in references:
+        assert reference.keys() - {"points"} == KEYS and reference["what"] in plot.QUANTITIES
+        assert re.fullmatch(r"https://\S+", reference["source"])
+        if points := reference.get("points"):
+            assert points[-1] == [reference["step"], reference["value"]]
+            assert points == sorted(points) and reference["tokens"] % reference["step"] == 0
+            losses = [-value for _, value in points if reference["what"] == "val_loss"]
+            assert losses == sorted(losses)  # or a loss would be reached twice
