@@ -1,4 +1,4 @@
-"""Token shards on disk, and the loader that deals their sequences out to the ranks.
+"""Token shards on disk, the loader that deals their sequences out to the ranks, and questions.
 
 A shard is a file of uint16 tokens, little-endian, in one of three layouts, told by its content:
     .bin   256 int32 (20240520, 1, number of tokens, 0 ...), then the tokens: what prepare_data.py
@@ -8,6 +8,10 @@ A shard is a file of uint16 tokens, little-endian, in one of three layouts, told
 
 A folder of shards may hold manifest.json: what prepare_data.py knew when it wrote them, and the
 CRC-32 of each 32 KiB of tokens, which every reading is checked against.
+
+A file of multiple-choice questions is llm.c's too: 256 int32 (20240522, 1, number of examples, most
+bytes of one, 0 ...), then uint16: for each example 65535, its bytes, its index, the right choice's
+index, the number of choices; then for the context and each choice how many tokens, and these.
 """
 
 import binascii
@@ -31,6 +35,7 @@ from typing import IO
 import numpy as np
 
 MAGIC, VERSION = 20240520, 1
+EVAL_MAGIC, START = 20240522, 65535  # of a file of questions, and of each one in it
 HEADER_BYTES = 1024
 TOKEN = np.dtype("<u2")
 CHUNK = 16384  # tokens with one CRC-32: 6 us to check, 33 kB in the manifest for 100M tokens
@@ -89,13 +94,17 @@ def locked(folder: Path) -> IO:
     return f
 
 
-def missing_vocab() -> list[Path]:
-    """Those of GPT-2's two vocabulary files that tiktoken would have to download: it keeps them
-    under the SHA-1 of their address. Asked before tiktoken is, which waits for a network."""
+def vocab_files() -> list[Path]:
+    """Where tiktoken keeps GPT-2's two vocabulary files: under the SHA-1 of their address."""
     default = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
     cache = os.environ.get("TIKTOKEN_CACHE_DIR", default)
-    paths = (Path(cache, hashlib.sha1(url.encode()).hexdigest()) for url in VOCAB_URLS)
-    return [path for path in paths if not path.exists()]
+    return [Path(cache, hashlib.sha1(url.encode()).hexdigest()) for url in VOCAB_URLS]
+
+
+def missing_vocab() -> list[Path]:
+    """Those that tiktoken would have to download. Asked before tiktoken is, which waits for a
+    network."""
+    return [path for path in vocab_files() if not path.exists()]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,6 +201,68 @@ def open_raw(path: Path, size: int) -> Shard:
 
 
 # --------------------------------------------------------------------------------------------------
+# Multiple-choice questions
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question in tokens, uint16 each."""
+
+    context: np.ndarray
+    choices: list[np.ndarray]
+    label: int  # which choice is right
+
+
+def holds_examples(path: Path) -> bool:
+    """Whether path is a file of questions, told by its content: hellaswag_val.bin is no shard."""
+    return path.is_file() and np.fromfile(path, "<i4", 1).tolist() == [EVAL_MAGIC]
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The questions in path; ValueError if there are none, or not all of them whole."""
+    try:
+        return examples_in(path)
+    except (OSError, ValueError) as error:
+        why = f"{path} is not a whole file of multiple-choice questions: {error}"
+    raise ValueError(f"{why}; copy it again, or write it with {PREPARE} --multiple-choice")
+
+
+def examples_in(path: Path) -> list[Example]:
+    if not path.is_file():
+        raise ValueError("no file")
+    magic, version, num_examples = np.append(np.fromfile(path, "<i4", 3), [0] * 3)[:3].tolist()
+    if (magic, version) != (EVAL_MAGIC, VERSION):
+        raise ValueError(f"starts with {magic}, {version} instead of {EVAL_MAGIC}, {VERSION}")
+    words, examples = np.frombuffer(path.read_bytes()[HEADER_BYTES:], TOKEN), []
+    while len(words):
+        example, words = first_example(words, len(examples))
+        examples.append(example)
+    if len(examples) != num_examples or not examples:
+        raise ValueError(f"holds {len(examples):,} examples, its header says {num_examples:,}")
+    return examples
+
+
+def first_example(words: np.ndarray, index: int) -> tuple[Example, np.ndarray]:
+    """The example that words begin with, and the words behind it; ValueError if it is damaged."""
+    start, size, own_index, label, num_choices = np.append(words[:5], [0] * 5)[:5].tolist()
+    counts, texts, rest = [], [], words[5 : size // 2]
+    while len(rest):
+        counts.append(int(rest[0]))
+        texts.append(rest[1 : 1 + counts[-1]])
+        rest = rest[1 + counts[-1] :]
+    if (start, own_index) != (START, index):
+        raise ValueError(f"example {index} starts as {start}, {own_index}, not {START}, {index}")
+    whole = size == 2 * (5 + len(counts) + sum(counts)) <= 2 * len(words)
+    if not whole or len(counts) != num_choices + 1:
+        raise ValueError(f"example {index} does not fit into its {size:,} bytes")
+    if not all(counts):
+        raise ValueError(f"example {index} has an empty context or choice")
+    if not label < num_choices >= 2:
+        raise ValueError(f"example {index} has label {label} of {num_choices} choices")
+    return Example(texts[0], texts[1:], label), words[size // 2 :]
+
+
+# --------------------------------------------------------------------------------------------------
 # Folders of shards
 
 
@@ -249,6 +320,7 @@ def open_entry(path: Path, entry: dict) -> Shard:
 def find(path: Path, split: str) -> list[Shard]:
     """The shards of a folder without a manifest, by their names."""
     files = sorted(f for f in path.glob(f"*{split}*") if f.suffix in (".bin", ".npy"))
+    files = [file for file in files if not holds_examples(file)]
     if not files or any("train" in f.name and "val" in f.name for f in files):
         raise FileNotFoundError(f"--data-dir {path} has no {split} shards of its own: {PREPARE}")
     return [open_shard(file) for file in files]

@@ -4,6 +4,7 @@
     python prepare_data.py --input book.txt --data-dir data/book
     python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer gpt2
     python prepare_data.py --download fineweb-edu --shards 10
+    python prepare_data.py --multiple-choice arc.jsonl --data-dir data/arc --tokenizer gpt2
     python prepare_data.py --verify --data-dir data/web
 
 A document is a file, a line of .jsonl or a row of .parquet; each begins with <|endoftext|>. The
@@ -45,7 +46,7 @@ import numpy as np
 from tqdm import tqdm
 
 import dataloader
-from dataloader import CHUNK, HEADER_BYTES, MANIFEST, TOKEN, Shard, open_shard
+from dataloader import CHUNK, HEADER_BYTES, MANIFEST, TOKEN, Example, Shard, open_shard
 
 PIECE = 1 << 18  # bytes of text that are read at a time; one to two of them are encoded at a time
 RANGES = {"shard-tokens": (1024, 2**31 - 1), "val-fraction": (0, 0.5), "workers": (0, 61)}
@@ -416,6 +417,96 @@ def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> 
 
 
 # --------------------------------------------------------------------------------------------------
+# Multiple-choice questions
+
+
+def layout(record: dict) -> tuple[str, list[str], object, list[tuple]]:
+    """Context, choices, answer, and what the answer may be for each choice, of a record as those of
+    HellaSwag, of Hugging Face's ARC, or of question, choices and answer: an index, a letter or the
+    text. The words around a question are lm-evaluation-harness's for ARC."""
+    if "ctx" in record:
+        names = [(i, str(i)) for i in range(len(record["endings"]))]
+        return record["ctx"], record["endings"], record.get("label"), names
+    context, choices = "Question: " + record["question"] + "\nAnswer:", record["choices"]
+    if isinstance(choices, dict):
+        names = [(label,) for label in choices["label"]]
+        return context, choices["text"], record.get("answerKey"), names
+    names = [(i, text, chr(ord("A") + i)) for i, text in enumerate(choices)]
+    return context, choices, record.get("answer"), names
+
+
+def as_example(record: dict, tokenizer: Tokenizer) -> Example:
+    """A record in tokens: of its context, and of a space and each choice, as in llm.c."""
+    context, choices, answer, names = layout(record)
+    if answer in (None, ""):
+        raise ValueError("has no label (as HellaSwag's test split: use its validation split)")
+    texts = [context, *choices]
+    if not isinstance(choices, list) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("has a context or a choice that is empty or no text")
+    named = [i for i, own in enumerate(names) if answer in own and not isinstance(answer, bool)]
+    if len(named) != 1 or len(names) != len(choices) or len(choices) < 2:
+        why = f"has label {answer!r}, which names {len(named)} of {len(choices)} choices"
+        raise ValueError(f"{why} and not 1 of 2 or more")
+    texts[1:] = [f" {text}" for text in choices]
+    tokens = [tokenizer.encode(utf8(text)).astype(TOKEN) for text in texts]
+    return Example(tokens[0], tokens[1:], named[0])
+
+
+def example_words(example: Example, index: int) -> np.ndarray:
+    """An example as it is in a file, uint16; ValueError if there is no room for it."""
+    texts = (example.context, *example.choices)
+    size = 2 * (5 + len(texts) + sum(map(len, texts)))
+    if size > 65535:
+        raise ValueError(f"takes {size:,} bytes, more than the 65,535 of the format")
+    if index >= 65535:
+        raise ValueError("is example 65,536, more than the 65,535 of the format")
+    head = [dataloader.START, size, index, example.label, len(example.choices)]
+    return np.hstack([head, *(part for text in texts for part in (len(text), text))]).astype(TOKEN)
+
+
+def lines_in(files: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Each line that is not empty, and where it is."""
+    for file in files:
+        with open(file, "rb") as f:
+            yield from ((f"{file}, line {n}", line) for n, line in enumerate(f, 1) if line.strip())
+
+
+def write_examples(path: Path, rows: list[np.ndarray]):
+    header = [dataloader.EVAL_MAGIC, dataloader.VERSION, len(rows), 2 * max(map(len, rows))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with dataloader.whole_file(path) as f:
+        f.write(np.array(header, "<i4").tobytes().ljust(HEADER_BYTES, b"\0"))
+        f.write(np.concatenate(rows).tobytes())
+
+
+def prepare_questions(args: Namespace):
+    """Write the questions of all files into one in args.data_dir, under the first one's name. llm.c
+    reads it if each has 4 choices, train_gpt2.py any number from 2."""
+    path = args.data_dir / f"{Path(args.multiple_choice[0]).stem}.bin"
+    if path.exists():
+        raise FileExistsError(f"{path} exists; move it away, or name another --data-dir")
+    tokenizer, examples, rows = TOKENIZERS[args.tokenizer](), [], []
+    for where, line in lines_in(args.multiple_choice):
+        try:
+            examples.append(as_example(json.loads(line), tokenizer))
+            rows.append(example_words(examples[-1], len(rows)))
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            foreign = f"is not laid out as HellaSwag, ARC or question, choices, answer: {error!r}"
+            why = error if isinstance(error, ValueError) else foreign
+            raise ValueError(f"{where}: {why}; correct the line or leave it out") from None
+    if not rows:
+        raise ValueError(f"no questions in {' '.join(args.multiple_choice)}; name another file")
+    write_examples(path, rows)
+    tokens = sum(len(text) for e in examples for text in (e.context, *e.choices))
+    longest = max(len(e.context) + max(map(len, e.choices)) for e in examples)
+    choices = " or ".join(str(n) for n in sorted({len(e.choices) for e in examples}))
+    print(
+        f"{len(rows):,} examples of {choices} choices, {tokens:,} tokens ({tokenizer.name}), the"
+        f" longest {longest:,}: python train_gpt2.py ... --hellaswag {shlex.quote(str(path))}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
 # Commands
 
 
@@ -595,6 +686,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     add, source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     source("--input", nargs="+", help="files, folders, 'patterns'; none: Python's standard library")
     source("--download", choices=list(CORPORA), help="fetch tokens that others published instead")
+    source("--multiple-choice", nargs="+", metavar="JSONL", help="questions, for --hellaswag")
     source("--verify", action="store_true", help="compare the shards with their manifest instead")
     add("--data-dir", type=Path, help="folder to write; none: data/CORPUS")
     add("--tokenizer", default="bytes", choices=list(TOKENIZERS), help="GPT-2's, or bytes")
@@ -609,22 +701,27 @@ def parse_args(argv: list[str] | None) -> Namespace:
     args = parser.parse_args(argv)
     if args.workers is None:
         args.workers = 0 if args.tokenizer == "bytes" else min(os.cpu_count() or 1, 61)
-    if (args.input or args.verify) and not args.data_dir:
-        parser.error("--input and --verify need --data-dir")
-    if args.dry_run and (args.download or args.verify):
-        parser.error("--dry-run is for text, not for --download or --verify")
+    check(args, parser)
     args.data_dir = args.data_dir or Path("data", args.download or f"stdlib-{args.tokenizer}")
+    return args
+
+
+def check(args: Namespace, parser: ArgumentParser):
+    if (args.input or args.verify or args.multiple_choice) and not args.data_dir:
+        parser.error("--input, --multiple-choice and --verify need --data-dir")
+    if args.dry_run and (args.download or args.verify or args.multiple_choice):
+        parser.error("--dry-run is for text, not for --download, --multiple-choice or --verify")
     ranges = RANGES | {"shards": (1, CORPORA[args.download or "fineweb-edu"][2])}
     for name, (least, most) in ranges.items():
         if not least <= (value := getattr(args, name.replace("-", "_"))) <= most:
             parser.error(f"--{name} {value} must be {least:,} to {most:,}")
-    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        (verify if args.verify else download if args.download else prepare)(args)
+        run = verify if args.verify else download if args.download else prepare
+        (prepare_questions if args.multiple_choice else run)(args)
     except KeyboardInterrupt:
         print("prepare_data.py: stopped; the same command goes on", file=sys.stderr)
         return 130

@@ -13,7 +13,7 @@ from conftest import write_shard
 
 import dataloader
 import prepare_data
-from dataloader import Shard, ShardLoader, TokenFolder, open_folder, open_shard
+from dataloader import Shard, ShardLoader, TokenFolder, open_folder, open_shard, read_examples
 
 TOKENS = np.arange(1000, dtype="<u2")
 RAW = TOKENS.tobytes()
@@ -85,6 +85,8 @@ def test_what_is_not_a_file_is_refused_and_does_not_hang(make, tmp_path):
     getattr(os, make)(tmp_path / "train.bin")
     with pytest.raises(ValueError, match="train.bin is not a whole.*: no file.*prepare_data.py"):
         open_folder(tmp_path)
+    with pytest.raises(ValueError, match="train.bin is not a whole file of multiple.*: no file; "):
+        read_examples(tmp_path / "train.bin")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,107 @@ def test_missing_vocab_names_the_files_that_tiktoken_looks_for(tmp_path, monkeyp
     for name in names:
         (tmp_path / name).touch()
     assert dataloader.missing_vocab() == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Multiple-choice questions
+
+QUESTIONS = [  # context, choices, label
+    ([318, 50256, 0], [[7], [8, 9], [10, 11, 12], [13]], 3),
+    ([1], [[65535], [2, 65535, 2]], 0),
+    (list(range(100)), [[5]] * 25 + [[6, 7]], 25),
+]
+
+
+def packed(label: int, texts: list[list[int]], index=0, size=None, start=65535, num=None) -> bytes:
+    """An example as llm.c's documentation has it; texts: its context and its choices."""
+    body = struct.pack("<2H", label, len(texts) - 1 if num is None else num)
+    body += b"".join(struct.pack(f"<{1 + len(text)}H", len(text), *text) for text in texts)
+    return struct.pack("<3H", start, len(body) + 6 if size is None else size, index) + body
+
+
+def eval_file(examples: list[bytes], magic=20240522, version=1, count=None) -> bytes:
+    count = len(examples) if count is None else count
+    header = struct.pack("<4i", magic, version, count, max(map(len, examples), default=0))
+    return header.ljust(1024, b"\0") + b"".join(examples)
+
+
+def eval_file_of(questions: list[tuple]) -> bytes:
+    return eval_file([packed(q[2], [q[0], *q[1]], i) for i, q in enumerate(questions)])
+
+
+def read_back(path: Path) -> list[tuple]:
+    """The questions that read_examples finds, as lists of numbers."""
+    examples = read_examples(path)
+    assert all(t.dtype == np.uint16 for e in examples for t in (e.context, *e.choices))
+    return [(e.context.tolist(), [c.tolist() for c in e.choices], e.label) for e in examples]
+
+
+def test_questions_of_any_number_of_choices_are_read(tmp_path):
+    (tmp_path / "a.bin").write_bytes(eval_file_of(QUESTIONS))
+    assert read_back(tmp_path / "a.bin") == QUESTIONS
+
+
+GOOD, TEXTS = packed(1, [[1], [2], [3]]), [[1], [2], [3]]
+NO_QUESTIONS = {
+    "empty": (b"", "starts with 0, 0 instead of 20240522, 1"),
+    "a shard": (llmc(), "starts with 20240520, 1 instead"),
+    "other version": (eval_file([GOOD], version=2), "starts with 20240522, 2 instead"),
+    "header only": (eval_file([]), "holds 0 examples, its header says 0"),
+    "one too few": (eval_file([GOOD], count=2), "holds 1 examples, its header says 2"),
+    "one too many": (eval_file([GOOD], count=0), "holds 1 examples, its header says 0"),
+    "less than none": (eval_file([GOOD], count=-1), "holds 1 examples, its header says -1"),
+    "a byte more": (eval_file([GOOD]) + b"a", "buffer size must be a multiple"),
+    "a word more": (eval_file([GOOD]) + b"ab", "example 1 starts as 25185, 0, not 65535, 1"),
+    "no start": (eval_file([packed(1, TEXTS, start=7)]), "example 0 starts as 7, 0, not 65535, 0"),
+    "same index": (eval_file([GOOD, GOOD]), "example 1 starts as 65535, 0, not 65535, 1"),
+    "no bytes": (eval_file([packed(1, TEXTS, size=0)]), "example 0 does not fit into its 0 bytes"),
+    "odd bytes": (eval_file([packed(1, TEXTS, size=23)]), "does not fit into its 23 bytes"),
+    "too few bytes": (eval_file([packed(1, TEXTS, size=20)]), "does not fit into its 20 bytes"),
+    "too many bytes": (eval_file([packed(1, TEXTS, size=24)]), "does not fit into its 24 bytes"),
+    "fewer choices": (eval_file([packed(1, TEXTS, num=3)]), "does not fit into its 22 bytes"),
+    "more choices": (eval_file([packed(0, TEXTS, num=1)]), "does not fit into its 22 bytes"),
+    "no context": (eval_file([packed(1, [[], [2], [3]])]), "has an empty context or choice"),
+    "empty choice": (eval_file([packed(1, [[1], [2], []])]), "has an empty context or choice"),
+    "label": (eval_file([packed(2, TEXTS)]), "example 0 has label 2 of 2 choices"),
+    "one choice": (eval_file([packed(0, TEXTS[:2])]), "example 0 has label 0 of 1 choices"),
+}
+
+
+@pytest.mark.parametrize("case", NO_QUESTIONS)
+def test_a_file_that_is_not_whole_questions_is_refused_in_one_line(case, tmp_path):
+    content, why = NO_QUESTIONS[case]
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"^.*a.bin is not a whole file .*: .*{re.escape(why)}.*$"):
+        read_examples(tmp_path / "a.bin")
+
+
+def test_questions_cut_anywhere_are_refused(tmp_path):
+    content = eval_file_of(QUESTIONS)
+    for size in [*range(0, 1024, 10), *range(1024, len(content))]:
+        (tmp_path / "a.bin").write_bytes(content[:size])
+        with pytest.raises(ValueError, match=r"^.*a.bin is not a whole file of .*$"):
+            read_examples(tmp_path / "a.bin")
+
+
+def test_questions_with_flipped_words_are_refused_or_are_what_the_file_says(tmp_path):
+    words, rng = np.frombuffer(eval_file_of(QUESTIONS[:2] * 3), "<u2"), np.random.default_rng(0)
+    num_read = 0
+    for _ in range(600):
+        damaged = words.copy()
+        at = rng.choice([*range(8), *range(512, len(words))], rng.integers(1, 4))
+        damaged[at] = rng.choice(
+            [0, 1, 2, 3, 5, 18, 30, 65534, 65535, rng.integers(65536)], at.size
+        )
+        (tmp_path / "a.bin").write_bytes(damaged.tobytes())
+        try:
+            found = eval_file_of(read_back(tmp_path / "a.bin"))
+        except ValueError as error:
+            assert str(error).startswith(f"{tmp_path}") and "\n" not in str(error)
+            continue
+        num_read += 1
+        assert found[:12] + found[1024:] == damaged[:6].tobytes() + damaged[512:].tobytes()
+    assert 60 < num_read < 540
 
 
 T = 4

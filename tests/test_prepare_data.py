@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_dataloader import eval_file_of, read_back
 
 import dataloader
 import prepare_data
@@ -417,6 +418,186 @@ def test_a_dry_run_writes_nothing_and_its_estimate_is_near(kind, texts, tmp_path
 
 
 # --------------------------------------------------------------------------------------------------
+# Multiple-choice questions
+
+ENDINGS = ["uses wrap.", "rips tiles off\u2026", "<|endoftext|>", " starts"]
+ARC = {"text": ["dry", "wet palms", "oily"], "label": ["A", "B", "C"]}
+LAYOUTS = {  # records, and the texts and label that each must become
+    "HellaSwag": [
+        ({"ind": 24, "ctx": "A man. he", "endings": ENDINGS, "label": 3, "split": "val"},
+         "A man. he", ENDINGS, 3),
+        ({"ctx": "<|endoftext|> caf\u00e9 ", "endings": ENDINGS[::-1], "label": "0"},
+         "<|endoftext|> caf\u00e9 ", ENDINGS[::-1], 0),
+    ],
+    "ARC": [
+        ({"id": "x", "question": "Which skin?", "choices": ARC, "answerKey": "B"},
+         "Question: Which skin?\nAnswer:", ARC["text"], 1),
+        ({"question": "Why?", "choices": ARC | {"label": ["1", "2", "3"]}, "answerKey": "3"},
+         "Question: Why?\nAnswer:", ARC["text"], 2),
+    ],
+    "plain": [
+        ({"question": "2+2?", "choices": ["3", "4"], "answer": answer},
+         "Question: 2+2?\nAnswer:", ["3", "4"], 1) for answer in (1, "B", "4")
+    ],
+}  # fmt: skip
+
+
+def jsonl(path: Path, *records) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf8")
+    return path
+
+
+def ids(tokenizer: str, text: str) -> list[int]:
+    import tiktoken
+
+    gpt2 = tiktoken.get_encoding("gpt2") if tokenizer == "gpt2" else None
+    return gpt2.encode_ordinary(text) if gpt2 else list(text.encode())
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_questions_become_llmcs_file_byte_for_byte(layout, tokenizer, tmp_path, capsys):
+    records, contexts, choices, labels = zip(*LAYOUTS[layout], strict=True)
+    expected = [
+        (ids(tokenizer, context), [ids(tokenizer, " " + text) for text in texts], label)
+        for context, texts, label in zip(contexts, choices, labels, strict=True)
+    ]
+    files = jsonl(tmp_path / "my val.jsonl", records[0]), jsonl(tmp_path / "2.jsonl", *records[1:])
+    files[0].write_bytes(b"\n" + files[0].read_bytes().replace(b"\n", b"\r\n"))  # as Windows has it
+    flags = ("--multiple-choice", *files, "--tokenizer", tokenizer)
+    assert prepare(tmp_path / "a" / "data", *flags) == 0
+    path = tmp_path / "a" / "data" / "my val.bin"
+    assert path.read_bytes() == eval_file_of(expected)
+    assert read_back(path) == expected
+    assert os.listdir(path.parent) == [path.name]
+    tokens = sum(len(text) for context, texts, _ in expected for text in (context, *texts))
+    longest = max(len(context) + len(text) for context, texts, _ in expected for text in texts)
+    counts = f"{len(records)} examples of {len(choices[0])} choices, {tokens} tokens ({tokenizer})"
+    command = f"python train_gpt2.py ... --hellaswag '{path}'"
+    assert capsys.readouterr().out == f"{counts}, the longest {longest}: {command}\n"
+
+
+def test_unlike_numbers_of_choices_are_named(tmp_path, capsys):
+    (first, *_), (second, *_) = LAYOUTS["HellaSwag"][0], LAYOUTS["plain"][0]
+    flags = ("--multiple-choice", jsonl(tmp_path / "a.jsonl", first, second, first))
+    assert prepare(tmp_path, *flags) == 0
+    assert "3 examples of 2 or 4 choices, " in capsys.readouterr().out
+
+
+def without(record: dict, name: str) -> dict:
+    return {key: value for key, value in record.items() if key != name}
+
+
+[HELLASWAG, _], [SKIN, _], [PLAIN, *_] = ([q[0] for q in LAYOUTS[name]] for name in LAYOUTS)
+TEST_SPLIT = "has no label (as HellaSwag's test split: use its validation split)"
+NO_TEXT = "has a context or a choice that is empty or no text"
+FOREIGN = "is not laid out as HellaSwag, ARC or question, choices, answer: "
+BAD_RECORDS = [
+    (HELLASWAG | {"label": ""}, TEST_SPLIT),
+    (without(HELLASWAG, "label"), TEST_SPLIT),
+    (SKIN | {"answerKey": None}, TEST_SPLIT),
+    (without(PLAIN, "answer"), TEST_SPLIT),
+    (HELLASWAG | {"label": 4}, "has label 4, which names 0 of 4 choices and not 1 of 2 or more"),
+    (HELLASWAG | {"label": "-1"}, "has label '-1', which names 0 of 4 choices"),
+    (HELLASWAG | {"label": True}, "has label True, which names 0 of 4 choices"),
+    (HELLASWAG | {"label": 1.5}, "has label 1.5, which names 0 of 4 choices"),
+    (HELLASWAG | {"label": [1]}, "has label [1], which names 0 of 4 choices"),
+    (SKIN | {"answerKey": "D"}, "has label 'D', which names 0 of 3 choices"),
+    (SKIN | {"choices": ARC | {"label": ["A", "A", "B"]}, "answerKey": "A"}, "names 2 of 3"),
+    (SKIN | {"choices": ARC | {"label": ["A", "B"]}}, "has label 'B', which names 1 of 3 choices"),
+    (PLAIN | {"answer": "C"}, "has label 'C', which names 0 of 2 choices"),
+    (PLAIN | {"choices": ["B", "A"], "answer": "A"}, "has label 'A', which names 2 of 2 choices"),
+    (PLAIN | {"choices": ["4"], "answer": 0}, "has label 0, which names 1 of 1 choices"),
+    (HELLASWAG | {"endings": [*ENDINGS[:3], ""]}, NO_TEXT),
+    (HELLASWAG | {"ctx": ""}, NO_TEXT),
+    (HELLASWAG | {"ctx": None}, NO_TEXT),
+    (PLAIN | {"choices": [3, 4]}, NO_TEXT),
+    (PLAIN | {"choices": "34"}, NO_TEXT),
+    (PLAIN | {"choices": None}, FOREIGN + "TypeError("),
+    (PLAIN | {"question": {"stem": "2+2?"}}, FOREIGN + "TypeError("),
+    (without(HELLASWAG, "ctx"), FOREIGN + "KeyError('question')"),
+    (without(HELLASWAG, "endings"), FOREIGN + "KeyError('endings')"),
+    (SKIN | {"choices": {"text": ["x", "y"]}}, FOREIGN + "KeyError('label')"),
+    ("text", FOREIGN),
+    ([HELLASWAG], FOREIGN),
+    (7, FOREIGN),
+    (HELLASWAG | {"ctx": "x" * 40_000}, "takes 80,122 bytes, more than the 65,535 of the format"),
+]
+
+
+def check_refused(line: bytes, why: str, folder: Path, capsys):
+    """That it is one line that names file, line and cure, and that nothing is left behind."""
+    (folder / "a.jsonl").write_bytes(json.dumps(HELLASWAG).encode() + b"\n\n" + line)
+    assert prepare(folder / "data", "--multiple-choice", folder / "a.jsonl") == 2
+    error = capsys.readouterr().err
+    where = f"prepare_data.py: error: {folder / 'a.jsonl'}, line 3: "
+    assert error.startswith(where) and why in error and error.count("\n") == 1
+    assert error.endswith("; correct the line or leave it out\n")
+    assert os.listdir(folder) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(("record", "why"), BAD_RECORDS)
+def test_a_bad_record_is_one_line_with_its_place(record, why, tmp_path, capsys):
+    check_refused(json.dumps(record).encode(), why, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(("line", "why"), [
+    (b'{"ctx": ', "Expecting value"), (b'{"ctx": "\xff"}', "can't decode"), (b"[" * 10**5, FOREIGN),
+], ids=["cut", "not UTF-8", "deep"])  # fmt: skip
+def test_a_line_that_is_no_json_is_one_line_with_its_place(line, why, tmp_path, capsys):
+    check_refused(line, why, tmp_path, capsys)
+
+
+def test_the_format_has_room_for_65534_bytes_and_65535_examples():
+    def example(length: int) -> dataloader.Example:
+        return dataloader.Example(np.zeros(length, "u2"), [np.zeros(1, "u2")] * 2, 0)
+
+    words = prepare_data.example_words(example(32_757), 65_534)
+    assert words[:3].tolist() == [65535, 65_534, 65_534] and words.nbytes == 65_534
+    with pytest.raises(ValueError, match="takes 65,536 bytes, more than the 65,535 of the format"):
+        prepare_data.example_words(example(32_758), 0)
+    with pytest.raises(ValueError, match="is example 65,536, more than the 65,535 of the format"):
+        prepare_data.example_words(example(1), 65_535)
+
+
+def test_questions_overwrite_nothing_and_leave_nothing_half_written(tmp_path, monkeypatch, capsys):
+    flags = ("--multiple-choice", jsonl(tmp_path / "a.jsonl", HELLASWAG))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            prepare(tmp_path / "data", *flags)
+    assert os.listdir(tmp_path / "data") == []
+    (tmp_path / "data" / "a.bin").write_bytes(b"mine")
+    assert prepare(tmp_path / "data", *flags) == 2
+    why = f"{tmp_path / 'data' / 'a.bin'} exists; move it away, or name another --data-dir\n"
+    assert capsys.readouterr().err.endswith(f"error: {why}")
+    assert content(tmp_path / "data") == {"a.bin": b"mine"}
+
+
+def test_a_file_without_questions_is_refused(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(b"\n\n")
+    assert prepare(tmp_path / "data", "--multiple-choice", tmp_path / "a.jsonl") == 2
+    assert f"no questions in {tmp_path / 'a.jsonl'}; name another" in capsys.readouterr().err
+    assert prepare(tmp_path / "data", "--multiple-choice", tmp_path / "b.jsonl") == 2
+    assert "No such file or directory" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["hellaswag_val", "hellaswag_train", "train_val", "zval"])
+def test_questions_in_a_data_folder_are_no_shard(name, texts, tmp_path):
+    folder, flags = tmp_path / "data", ("--input", texts, "--shard-tokens", 10_000)
+    assert prepare(folder, *flags) == 0
+    before = open_folder(folder)
+    questions = jsonl(tmp_path / f"{name}.jsonl", HELLASWAG)
+    assert prepare(folder, "--multiple-choice", questions) == 0
+    assert prepare(folder, "--verify") == 0 and open_folder(folder) == before
+    (folder / "manifest.json").unlink()
+    after = open_folder(folder)
+    assert [s.path for s in after.train] == [s.path for s in before.train]
+    assert [s.path for s in after.val] == [s.path for s in before.val]
+
+
+# --------------------------------------------------------------------------------------------------
 # Killed and repeated
 
 
@@ -755,7 +936,10 @@ FLAGS = {
     "--val-fraction 1": "--val-fraction 1.0 must be 0 to 0.5",
     "--workers -1": "--workers -1 must be 0 to 61",
     "--download fineweb --dry-run": "--dry-run is for text",
-    "--input book.txt": "--input and --verify need --data-dir",
+    "--multiple-choice arc.jsonl --dry-run --data-dir data": "--dry-run is for text, not for",
+    "--input book.txt": "--input, --multiple-choice and --verify need --data-dir",
+    "--multiple-choice arc.jsonl": "--input, --multiple-choice and --verify need --data-dir",
+    "--multiple-choice arc.jsonl --input book.txt": "--input: not allowed with argument --mul",
     "--input book.txt --download fineweb": "--download: not allowed with argument --input",
 }
 
