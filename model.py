@@ -1,4 +1,5 @@
-"""GPT-2 in one file of PyTorch: the network, its initial weights, and sampling from it.
+"""GPT-2 in one file of PyTorch: the network, its initial weights or those of others, and what it
+can be asked: the loss, how likely an answer is, and what comes next.
 
 Shapes in the comments:
     B  sequences in a batch               nh  attention heads (n_head)
@@ -12,8 +13,11 @@ Sources:
     https://github.com/openai/gpt-2/blob/master/src/model.py
 """
 
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +36,9 @@ class GPTConfig:
     pad_vocab: bool = True
 
     def __post_init__(self):
+        for f in fields(self):
+            if type(value := getattr(self, f.name)) is not f.type or value < (f.type is int):
+                raise ValueError(f"{f.name} {value} is not a whole number above 0")
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}:"
@@ -60,33 +67,40 @@ SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with Ope
 }
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Causal attention as the paper writes it, three (B, nh, T, hs) -> (B, nh, T, hs); holds all
-    (B, nh, T, T) weights in memory."""
+    (B, nh, T, T) weights in memory. q may be the last T of more positions."""
     T, hs = q.shape[-2:]
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    weights = (q @ k.transpose(-2, -1)) / math.sqrt(hs)  # (B, nh, T, T)
-    return weights.masked_fill(future, -math.inf).softmax(dim=-1) @ v  # (B, nh, T, hs)
+    past = k.shape[-2] - T
+    future = torch.ones(T, past + T, dtype=torch.bool, device=q.device).triu(1 + past)
+    weights = (q @ k.transpose(-2, -1)) / math.sqrt(hs)  # (B, nh, T, past + T)
+    weights = weights.masked_fill(future, -math.inf).softmax(dim=-1)
+    return F.dropout(weights, dropout) @ v  # (B, nh, T, hs)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same function in one fused kernel, never holding the (T, T) weights (Dao et al. 2022)."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """The same function in one fused kernel, never holding the (T, T) weights (Dao et al. 2022). Of
+    more positions q may be the last one alone, which sees them all."""
+    is_causal = q.shape[-2] > 1
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
 
 
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig, flash: bool):
+    def __init__(self, config: GPTConfig, flash: bool, dropout: float):
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.dropout = config.n_head, dropout
         self.attend = flash_attention if flash else attention
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k and v of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, nh, T, hs)
-        y = self.attend(q, k, v)
+        if cache is not None:
+            past = cache.get(self, (k[:, :, :0], v[:, :, :0]))
+            k, v = cache[self] = [torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True)]
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -102,29 +116,30 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, flash: bool):
+    def __init__(self, config: GPTConfig, flash: bool, dropout: float):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config, flash)
+        self.attn = CausalSelfAttention(config, flash, dropout)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
+        self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
+        x = x + self.drop(self.attn(self.ln_1(x), cache))
+        return x + self.drop(self.mlp(self.ln_2(x)))
 
 
 class GPT(nn.Module):
-    """GPT-2, its initial weights drawn from seed alone. flash picks the attention: it changes speed
-    and memory, not the checkpoint."""
+    """GPT-2, its initial weights drawn from seed alone. flash picks the attention; dropout is the
+    share of the activations that training leaves out. Neither changes the checkpoint."""
 
-    def __init__(self, config: GPTConfig, flash: bool = True, seed: int = 0):
+    def __init__(self, config: GPTConfig, flash: bool = True, seed: int = 0, dropout: float = 0.0):
         super().__init__()
-        self.config = config
+        self.config, self.drop = config, nn.Dropout(dropout)
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(config.num_rows, config.n_embd),
             "wpe": nn.Embedding(config.seq_len, config.n_embd),
-            "h": nn.ModuleList(Block(config, flash) for _ in range(config.n_layer)),
+            "h": nn.ModuleList(Block(config, flash, dropout) for _ in range(config.n_layer)),
             "ln_f": nn.LayerNorm(config.n_embd),
         })  # fmt: skip
         self.lm_head = nn.Linear(config.n_embd, config.num_rows, bias=False)
@@ -146,15 +161,16 @@ class GPT(nn.Module):
                 is_branch_end = name.endswith("c_proj.weight")
                 p.normal_(std=0.02 / math.sqrt(branches if is_branch_end else 1), generator=rng)
 
-    def features(self, idx: Tensor) -> Tensor:
-        """What the head reads the next token from: idx (B, T) -> (B, T, C)."""
-        T = idx.shape[1]
+    def features(self, idx: Tensor, cache: dict | None = None, past: int = 0) -> Tensor:
+        """What the head reads the next token from: idx (B, T) -> (B, T, C). With a cache, idx goes
+        on from the past tokens whose keys and values it holds; those of idx are added to it."""
+        T = past + idx.shape[1]
         if T > self.config.seq_len:
             raise ValueError(f"{T} tokens are more than seq_len {self.config.seq_len}")
-        pos = torch.arange(T, device=idx.device)
-        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        pos = torch.arange(past, T, device=idx.device)
+        x = self.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
         for block in self.transformer.h:
-            x = block(x)
+            x = block(x, cache)
         return self.transformer.ln_f(x)
 
     def head(self, x: Tensor) -> Tensor:
@@ -174,18 +190,37 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(idx).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
+    def answer_losses(self, rows: list[tuple[Tensor, int]]) -> Tensor:
+        """For each row, tokens (T,) of which the last so many are the answer, the sum of the losses
+        of the answer's tokens: (len(rows),). The head sees these positions alone, and of a row too
+        long for the network the beginning is left out, and what nothing is before has no loss."""
+        rows = [(tokens[-self.config.seq_len - 1 :], count) for tokens, count in rows]
+        rows = [(tokens, min(count, len(tokens) - 1)) for tokens, count in rows]
+        idx = nn.utils.rnn.pad_sequence([t[:-1] for t, _ in rows], batch_first=True)  # (B, T)
+        x = self.features(idx)
+        x = torch.cat([x[b, len(t) - 1 - n : len(t) - 1] for b, (t, n) in enumerate(rows)])
+        targets = torch.cat([t[len(t) - n :] for t, n in rows])
+        losses = F.cross_entropy(self.head(x).float(), targets, reduction="none")
+        return torch.stack([part.sum() for part in losses.split([n for _, n in rows])])
+
+    @torch.no_grad()
     def generate(
-        self, idx: Tensor, num_tokens: int, temperature: float, top_k: int, rng: torch.Generator
-    ) -> Tensor:
-        """idx (B, T) with num_tokens sampled tokens after it, each among the top_k likeliest of the
-        vocabulary, never of its padding. Beyond seq_len tokens the oldest are forgotten."""
-        for _ in range(num_tokens):
-            x = self.features(idx[:, -self.config.seq_len :])[:, -1]  # (B, C)
-            logits = self.head(x)[:, : self.config.vocab_size].float() / temperature
-            top, ids = logits.topk(min(top_k, self.config.vocab_size))  # (B, top_k)
-            pick = torch.multinomial(top.softmax(dim=-1), 1, generator=rng)  # (B, 1)
-            idx = torch.cat([idx, ids.gather(1, pick)], dim=1)
-        return idx
+        self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int, top_p: float
+    ) -> Iterator[Tensor]:
+        """The tokens (B, 1) that follow idx (B, T), one after the other, without an end; never one
+        of the padding. When seq_len tokens are full, the older half is forgotten: the cached keys
+        hold their positions, so the others are read anew."""
+        cache, past = {}, 0
+        new = idx[:, -self.config.seq_len :]
+        while True:
+            x = self.features(new, cache, past)[:, -1]  # (B, C)
+            past += new.shape[1]
+            logits = self.head(x)[:, : self.config.vocab_size].float()
+            new = pick(logits, rng, temperature, top_k, top_p)
+            yield new
+            idx = torch.cat([idx, new], dim=1)
+            if past == self.config.seq_len:
+                cache, past, new = {}, 0, idx[:, -(self.config.seq_len // 2 or 1) :]
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The parameters with weight decay, matrices and embeddings, and those without."""
@@ -205,3 +240,161 @@ class GPT(nn.Module):
         config, wpe = self.config, self.transformer.wpe.weight
         num_weights = sum(p.numel() for p in self.parameters()) - wpe.numel()
         return 6 * num_weights + config.n_layer * 12 * config.seq_len * config.n_embd
+
+
+def pick(
+    logits: Tensor, rng: torch.Generator, temperature: float, top_k: int, top_p: float
+) -> Tensor:
+    """A token for each row of logits (B, V), as (B, 1): at temperature 0 the likeliest, else drawn
+    among the top_k likeliest (0: all), and of these the fewest that have the share top_p (Holtzman
+    et al. 2020)."""
+    if not temperature:
+        return logits.argmax(dim=-1, keepdim=True)
+    top, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # falling
+    probs = (top / temperature).softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs  # the share of the likelier ones
+    probs = probs.masked_fill(before >= top_p, 0) if top_p < 1 else probs
+    return ids.gather(1, torch.multinomial(probs, 1, generator=rng))
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights of others
+
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as (in, out)
+HF_SETTINGS = {  # what a config.json may say besides the shape; all that is left out is so
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+HF_SHAPE = {"vocab_size": "vocab_size", "n_positions": "seq_len", "n_layer": "n_layer",
+            "n_head": "n_head", "n_embd": "n_embd"}  # fmt: skip
+
+
+class ForeignConfig:
+    """Stands in for the class whose object build-nanogpt keeps in its checkpoints, so that its
+    numbers can be read without running its code."""
+
+
+def read_shape(path: Path) -> GPTConfig:
+    """The network in path, a folder in Hugging Face's format or a checkpoint of nanoGPT, of
+    build-nanogpt or of this project; ValueError if it is none, or no GPT-2."""
+    return hf_shape(path) if path.is_dir() else archive(path)[0]
+
+
+def read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
+    """What GPT(config) loads, from any path that read_shape knows; config may have fewer positions.
+    Padded rows are 0. ValueError if a tensor is missing, or has another shape."""
+    raw = hf_tensors(path) if path.is_dir() else archive(path)[1]
+    found = {plain_name(name): tensor for name, tensor in raw.items()}
+    weights, has_biases = {}, any(name.endswith(".bias") for name in found)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in GPT(config).named_parameters()}
+    for name, shape in shapes.items():
+        if not has_biases and name.endswith("bias"):  # nanoGPT's bias=False
+            found[name] = torch.zeros(shape)
+        if name not in found:
+            raise ValueError(f"{path} lacks {name}")
+        tensor = found[name].float()
+        if path.is_dir() and name.endswith(CONV1D):
+            tensor = tensor.t()
+        weights[name] = fit(tensor, name, config)
+        if weights[name].shape != shape:
+            size = f"{tuple(tensor.shape)}, not {tuple(shape)}"
+            raise ValueError(f"{path}: {name} has the shape {size}")
+    return weights | {"lm_head.weight": weights["transformer.wte.weight"]}
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor here: others have prefixes of torch.compile and DDP before it, and
+    Hugging Face's GPT2Model has none of its own."""
+    name = name.removeprefix("module.").removeprefix("_orig_mod.")
+    known = name.startswith(("transformer.", "lm_head."))
+    return name if known else f"transformer.{name}"
+
+
+def fit(tensor: Tensor, name: str, config: GPTConfig) -> Tensor:
+    """Embeddings with as many rows as the network has: the vocabulary's own and padding, and the
+    first positions."""
+    if name == "transformer.wpe.weight":
+        return tensor[: config.seq_len]
+    if name == "transformer.wte.weight":
+        return F.pad(tensor[: config.vocab_size], (0, 0, 0, config.num_rows - config.vocab_size))
+    return tensor
+
+
+def hf_shape(folder: Path) -> GPTConfig:
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        shape = {ours: settings[theirs] for theirs, ours in HF_SHAPE.items()}
+        inner = settings.get("n_inner") or 4 * shape["n_embd"]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / 'config.json'} is not GPT-2's: {error!r}") from None
+    for name, known in {**HF_SETTINGS, "n_inner": (4 * shape["n_embd"],)}.items():
+        value = inner if name == "n_inner" else settings.get(name, known[0])
+        if value not in known:
+            raise ValueError(f"{folder / 'config.json'}: {name} {value} is not supported")
+    return GPTConfig(**shape)
+
+
+def hf_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder in Hugging Face's format, in one file or in several."""
+    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+             "pytorch_model.bin.index.json")  # fmt: skip
+    path = next((folder / name for name in names if (folder / name).exists()), None)
+    if path is None:
+        raise ValueError(f"{folder} has no weights: none of {', '.join(names)}")
+    try:
+        if path.suffix != ".json":
+            return tensors_in(path)
+        files = {Path(name).name for name in json.loads(path.read_text())["weight_map"].values()}
+        return {n: t for file in sorted(files) for n, t in tensors_in(folder / file).items()}
+    except ImportError:
+        raise
+    except Exception as error:  # damaged bytes make any reader fail in any way
+        why = f"{path} can't be read: {str(error).splitlines()[0] if str(error) else error!r}"
+    raise ValueError(why)
+
+
+def tensors_in(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def archive(path: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """The shape and the tensors in a checkpoint: nanoGPT's, build-nanogpt's or ours."""
+    stand_in = [(ForeignConfig, "__main__.GPTConfig"), (ForeignConfig, "model.GPTConfig")]
+    try:
+        with torch.serialization.safe_globals(stand_in):
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        settings = saved.get("identity") or saved.get("model_args") or vars(saved["config"])
+        shape = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
+        shape["seq_len"] = settings.get("block_size", shape.get("seq_len"))
+        rows = shape["vocab_size"]  # the others' default is 50304, padded
+        return GPTConfig(**shape | {"vocab_size": 50257 if rows == 50304 else rows}), saved["model"]
+    except Exception as error:  # as above
+        why = f"{path} is no checkpoint of GPT-2: {str(error).splitlines()[:1] or repr(error)}"
+    raise ValueError(why)
+
+
+def hf_weights(model: GPT) -> dict[str, Tensor]:
+    """The weights as Hugging Face's GPT2LMHeadModel names and lays them out, without padding."""
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: model.config.vocab_size]
+    return {n: (p.t() if n.endswith(CONV1D) else p).contiguous() for n, p in weights.items()}
+
+
+def hf_config(config: GPTConfig) -> dict:
+    """What config.json says of it."""
+    shape = {theirs: asdict(config)[ours] for theirs, ours in HF_SHAPE.items()}
+    settings = {name: values[0] for name, values in HF_SETTINGS.items()}
+    end = {"bos_token_id": config.vocab_size - 1, "eos_token_id": config.vocab_size - 1}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    made = {"architectures": ["GPT2LMHeadModel"], "dtype": "float32", "initializer_range": 0.02}
+    return made | settings | shape | dropout | end

@@ -3,10 +3,13 @@
 python train_gpt2.py                                             # one GPU, or none
 torchrun --standalone --nproc_per_node=8 train_gpt2.py           # eight GPUs
 python train_gpt2.py --data-dir data/mine --out-dir out/mine --resume
+python train_gpt2.py --data-dir data/mine --init-from gpt2       # finetune OpenAI's weights
+python train_gpt2.py --resume --sample-only --prompt "def "      # or --eval-only, or --export DIR
 python train_gpt2.py --help
 """
 
 import argparse
+import codecs
 import ctypes
 import difflib
 import gc
@@ -31,7 +34,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import IO
 
@@ -43,21 +46,24 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dataloader import (
     VOCAB_SIZES,
+    Example,
     ShardLoader,
     TokenFolder,
     locked,
     missing_vocab,
     open_folder,
+    read_examples,
+    vocab_files,
     whole_file,
 )
-from model import GPT, SHAPES, GPTConfig
+from model import GPT, SHAPES, GPTConfig, hf_config, hf_weights, read_shape, read_weights
 
 # --------------------------------------------------------------------------------------------------
 # Flags: each is declared once, here, with its type, default, unit and help
 
 
-def flag(default, help: str, least: float = -math.inf):
-    return field(default=default, metadata={"help": help, "least": least})
+def flag(default, help: str, least: float = -math.inf, most: float = sys.float_info.max):
+    return field(default=default, metadata={"help": help, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,9 @@ class TrainConfig:
     data_dir: str = flag("", "folder of token shards; none: Python's own source, prepared at once")
     out_dir: str = flag("", "folder of the run; none: the next free out/001, out/002, ...")
     resume: bool = flag(False, "go on from the run's newest good checkpoint, or start it")
+    init_from: str = flag("", "begin with the weights in this folder of Hugging Face's format, or"
+                          " checkpoint of nanoGPT, build-nanogpt or here, or of this name on the"
+                          " Hugging Face hub")  # fmt: skip
     seed: int = flag(1337, "seed of the initial weights, of the data's order and of samples", 0)
     shuffle: bool = flag(True, "a new order of the sequences in each epoch, not the disk's")
 
@@ -75,6 +84,7 @@ class TrainConfig:
     n_head: int = flag(12, "attention heads per block", 1)
     n_embd: int = flag(768, "channels of the residual stream", 1)
     seq_len: int = flag(1024, "tokens per sequence", 1)
+    dropout: float = flag(0.0, "share of the activations left out in training", 0, 0.99)
 
     micro_batch_size: int = flag(0, "sequences per forward pass and rank; 0: what fits", 0)
     batch_tokens: int = flag(524_288, "tokens per optimizer step, over all ranks", 1)
@@ -93,8 +103,20 @@ class TrainConfig:
     skip_nonfinite: int = flag(0, "steps to leave out, not applied, whose loss is not finite", 0)
     deterministic: bool = flag(False, "the same bits each time on a GPU too, more slowly")
     timeout_s: int = flag(900, "seconds without any progress after which a run ends; 0: never", 0)
+    hellaswag: str = flag("", "multiple-choice questions, written by prepare_data.py or llm.c")
+    hellaswag_every: int = flag(0, "steps between asking them; 0: only at the end", 0)
     sample_every: int = flag(0, "steps between samples; 0: only at the end", 0)
+    num_samples: int = flag(1, "samples each time", 1)
+    sample_tokens: int = flag(200, "tokens of a sample", 1)
     prompt: str = flag("", "how a sample begins; none: as a document does")
+    temperature: float = flag(0.8, "above 1 samples are bolder, below tamer, at 0 greedy", 0)
+    top_k: int = flag(50, "draw among so many likeliest tokens; 0: all", 0)
+    top_p: float = flag(1.0, "draw among the fewest tokens that have this share", 0, 1)
+    tensorboard: bool = flag(False, "write the log for TensorBoard too")
+
+    eval_only: bool = flag(False, "validate the --resume or --init-from weights, train nothing")
+    sample_only: bool = flag(False, "sample from these weights, train nothing")
+    export: str = flag("", "new folder for these weights in Hugging Face's format, train nothing")
 
     tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores")
     bf16: bool = flag(True, "speed-up 2: bfloat16 in the forward pass where it is safe (autocast)")
@@ -105,9 +127,11 @@ class TrainConfig:
 
     def __post_init__(self):
         for f in fields(self):
-            value, least = getattr(self, f.name), f.metadata["least"]
-            if isinstance(value, int | float) and not least <= value < math.inf:
-                raise ValueError(f"{spell(f.name)} {value} must be a number of at least {least}")
+            value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
+            if isinstance(value, int | float) and not least <= value <= most:
+                limit = f" and at most {most}" if most < sys.float_info.max else ""
+                why = f"must be a number of at least {least}{limit}"
+                raise ValueError(f"{spell(f.name)} {value} {why}")
         if 0 < self.warmup_steps >= self.steps:
             more = f"--warmup-steps {self.warmup_steps} must be less than --steps {self.steps}"
             raise ValueError(f"{more}: try --warmup-steps {self.steps // 5}")
@@ -138,9 +162,11 @@ class TrainConfig:
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
 # What a resumed run may not change, what it may without a word, and what makes it differ in the
 # last bits; it may change all other flags and is told which
-FIXED = ("model", "seed", "shuffle", *SHAPE_FLAGS)
+FIXED = ("model", "init_from", "seed", "shuffle", *SHAPE_FLAGS)
 UNSEEN = ("data_dir", "out_dir", "resume", "eval_every", "eval_tokens", "save_every", "keep",
-          "check_every", "timeout_s", "sample_every", "prompt")  # fmt: skip
+          "check_every", "timeout_s", "hellaswag", "hellaswag_every", "sample_every", "num_samples",
+          "sample_tokens", "prompt", "temperature", "top_k", "top_p", "tensorboard", "eval_only",
+          "sample_only", "export")  # fmt: skip
 ROUNDING = ("micro_batch_size", "tf32", "bf16", "compile", "flash", "fused", "deterministic")
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
@@ -196,8 +222,11 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     given = vars(
         make_parser().parse_args([re.sub(r"^(--[^=]+)=True$", r"\1", arg) for arg in plain])
     )
-    model = given.get("model", "gpt2" if device_type == "cuda" else "nano")
+    source = given.get("init_from", "")
+    model = given.get("model", "gpt2" if device_type == "cuda" or source else "nano")
     values = {"model": model} | recipe(model)
+    if source:
+        values |= shape_of(source, given)
     if device_type != "cuda" and model != "nano":
         values["eval_tokens"] = 8192  # half a minute of a CPU, not hours
     if "data_dir" not in given:
@@ -206,6 +235,42 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     warmup_steps = values.get("warmup_steps", TrainConfig.warmup_steps)
     values["warmup_steps"] = min(warmup_steps, steps // 5)
     return TrainConfig(**values | given), set(given)
+
+
+def shape_of(source: str, given: dict) -> dict:
+    """The flags that the weights in source set, for finetuning them; ValueError if the command line
+    asks for another shape."""
+    shape = asdict(read_shape(find_source(source)))
+    for name in ("n_layer", "n_head", "n_embd"):
+        if given.get(name, shape[name]) != shape[name]:
+            why = f"{spell(name)} {given[name]}: {source} has {shape[name]}"
+            raise ValueError(f"{why}; leave it out")
+    if given.get("seq_len", 1) > shape["seq_len"]:
+        why = f"--seq-len {given['seq_len']} is more than the {shape['seq_len']} positions"
+        raise ValueError(f"{why} of {source}: try --seq-len {shape['seq_len']}")
+    shape = {name: shape[name] for name in SHAPE_FLAGS if name != "pad_vocab"}
+    return shape | {"learning_rate": 3e-5}  # nanoGPT's config/finetune_shakespeare.py
+
+
+def find_source(source: str) -> Path:
+    """The folder or checkpoint of --init-from; a name that is none is looked for on the hub."""
+    path = Path(source)
+    if path.is_dir() and (newest := newest_checkpoint(path)):
+        return newest
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
+
+        wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+        return Path(snapshot_download(source, allow_patterns=wanted))
+    except ImportError:
+        why = "no such folder; to download it: pip install huggingface_hub"
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        why = f"no such folder, and it can't be downloaded ({str(error).splitlines()[0]:.200})"
+    cure = f"hf download {source} --local-dir {source.replace('/', '-')}, where there is a network"
+    raise ValueError(f"--init-from {source}: {why}; or {cure}")
 
 
 def why_off(config: TrainConfig, given: set[str], device: torch.device) -> dict[str, str]:
@@ -497,7 +562,8 @@ def newest_checkpoint(out_dir: Path) -> Path | None:
 def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
     """What must not change while a run goes on: its network, its data, their order."""
     order = {name: getattr(config, name) for name in FIXED if name not in SHAPE_FLAGS}
-    return order | {"data_dir": data.fingerprint()} | asdict(shape)
+    facts = {"data_dir": data.fingerprint(), "tokenizer": data.tokenizer}
+    return order | facts | asdict(shape)
 
 
 def check_identity(saved: dict, wanted: dict, out_dir: Path):
@@ -509,7 +575,9 @@ def check_identity(saved: dict, wanted: dict, out_dir: Path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Optimization
+# Optimization, and what is measured beside it
+
+Codec = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
 
 
 def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
@@ -599,6 +667,9 @@ def train_step(
     whether any rank must_stop, which is asked at its end. FloatingPointError, and no update, if the
     loss or the norm is not finite on any rank."""
     device, num_micro = world.device, config.num_micro(world.size)
+    if config.dropout:  # each step and rank its own random numbers: there is no state to save
+        key = np.random.SeedSequence([config.seed, state.step, world.rank])
+        torch.manual_seed(int(key.generate_state(1)[0]))
     loss_sum, bad = torch.zeros((), device=device), torch.zeros(world.size, device=device)
     for micro_step in range(num_micro):
         world.note(f"micro-step {micro_step + 1} of step {state.step + 1}")
@@ -664,9 +735,10 @@ def evaluate(
     """Mean loss in nats per token over the first eval_tokens of loader, whatever B and the ranks
     are: each rank takes every size-th sequence. What fills no micro-batch goes through model, since
     net is compiled for one shape."""
-    num_sequences = max(1, min(config.eval_tokens // config.seq_len, len(loader)))
+    num_sequences = max(1, min(config.eval_tokens // loader.T, len(loader)))
     mine = range(world.rank, num_sequences, world.size)
     loss_sum = torch.zeros((), device=world.device)
+    net.train(not config.dropout)  # a change of mode would have net compiled anew
     for start in range(0, len(mine), loader.B):
         world.note("validation")
         numbers = mine[start : start + loader.B]
@@ -674,7 +746,57 @@ def evaluate(
         with autocast(config, world.device):
             loss = (net if len(numbers) == loader.B else model)(x, y)
         loss_sum += loss * len(numbers)
+    net.train()
     return world.sum([loss_sum])[0] / num_sequences
+
+
+def choice_losses(
+    model: GPT, examples: list[Example], mine: range, config: TrainConfig, world: World
+) -> list[np.ndarray]:
+    """For each choice of examples mine the sum of the losses of its tokens, in nats. Choices of
+    about the same length share a pass, the longest first."""
+    rows = [(n, j, np.concatenate([examples[i].context, choice])) for n, i in enumerate(mine)
+            for j, choice in enumerate(examples[i].choices)]  # fmt: skip
+    rows.sort(key=lambda row: len(row[2]))
+    losses = [np.zeros(len(examples[i].choices)) for i in mine]
+    per_pass = 16384 if world.device.type == "cuda" else 2048  # tokens
+    model.train(not config.dropout)
+    while rows:
+        world.note("multiple choice")
+        count = max(1, per_pass // len(rows[-1][2]))
+        batch, rows = rows[-count:], rows[:-count]
+        tokens = [torch.from_numpy(row.astype(np.int64)).to(world.device) for _, _, row in batch]
+        counts = [len(examples[mine[n]].choices[j]) for n, j, _ in batch]
+        with autocast(config, world.device):
+            sums = model.answer_losses(list(zip(tokens, counts, strict=True))).tolist()
+        for (n, j, _), value in zip(batch, sums, strict=True):
+            losses[n][j] = value
+    model.train()
+    return losses
+
+
+def answer(
+    model: GPT, examples: list[Example], both: Codec | None, config: TrainConfig, world: World
+) -> dict[str, float]:
+    """The shares of the examples whose likeliest choice is the right one: by the sum of its tokens'
+    log-probabilities (acc), by their mean, as in llm.c (acc_norm), and by the sum over the number
+    of characters, as in the lm-evaluation-harness (acc_norm_chars, where there is a vocabulary).
+    Each rank takes its share of the examples."""
+    mine = range(world.rank, len(examples), world.size)
+    right = {name: 0 for name in ("acc", "acc_norm", *(["acc_norm_chars"] if both else []))}
+    for i, losses in zip(mine, choice_losses(model, examples, mine, config, world), strict=True):
+        choices = examples[i].choices
+        texts = [both and b"".join(map(both[1], choice.tolist())) for choice in choices]
+        sizes = {
+            "acc": np.ones(len(choices)),
+            "acc_norm": np.array([len(choice) for choice in choices]),
+            "acc_norm_chars": np.array([both and len(t.decode("utf-8", "replace")) - 1 or 1
+                                        for t in texts]),  # less the space before it
+        }  # fmt: skip
+        for name in right:
+            right[name] += int((losses / sizes[name]).argmin() == examples[i].label)
+    counts = [torch.tensor(float(count), device=world.device) for count in right.values()]
+    return {n: c / len(examples) for n, c in zip(right, world.sum(counts), strict=True)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -694,6 +816,7 @@ class Run:
     log: Callable
     environment: dict
     matmul_tflops: float
+    examples: list[Example] = field(default_factory=list)  # of --hellaswag
     seconds: list[float] = field(default_factory=list)  # of each step of this process
     losses: list[float] = field(default_factory=list)
     held: list[IO] = field(default_factory=list)  # the lock of out_dir
@@ -715,11 +838,12 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def make_log(out_dir: Path, is_main: bool) -> Callable:
+def make_log(config: TrainConfig, is_main: bool) -> Callable:
     """log(text, **record): a line on the terminal and the record in log.jsonl, by the main rank."""
-    path = out_dir / "log.jsonl"
+    path = Path(config.out_dir, "log.jsonl")
     torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
     file = open(path, "a", encoding="utf-8") if is_main else None
+    board = tensorboard(config.out_dir) if config.tensorboard and is_main else None
     if file and torn:
         file.write("\n")
 
@@ -731,8 +855,20 @@ def make_log(out_dir: Path, is_main: bool) -> Callable:
             show(text)
             file.write(json.dumps({"time": time.time()} | record) + "\n")
             file.flush()
+        for name, value in record.items() if board and "step" in record else ():
+            if isinstance(value, float):
+                board.add_scalar(name, value, record["step"])
 
     return log
+
+
+def tensorboard(folder: str):
+    """Writes what TensorBoard shows; ValueError where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("--tensorboard needs a library: pip install tensorboard") from None
+    return SummaryWriter(folder)
 
 
 def show(text: str):
@@ -769,14 +905,32 @@ def open_data(config: TrainConfig) -> tuple[TokenFolder, GPTConfig]:
     for shards in (data.train, data.val):
         ShardLoader(shards, 1, config.seq_len)  # raises if no shard holds a sequence
     vocab_size = SHAPES[config.model].vocab_size
-    if config.model == "nano":
+    if config.init_from:
+        vocab_size = read_shape(find_source(config.init_from)).vocab_size
+    elif config.model == "nano":
         vocab_size = VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
+    check_ids(data, vocab_size)
+    return data, config.shape(vocab_size)
+
+
+def check_ids(data: TokenFolder, vocab_size: int):
+    """ValueError if a token of the data is beyond the vocabulary."""
     if data.largest_id is None or data.largest_id >= vocab_size:
         for shard in data.train + data.val:
             if (largest := shard.largest_id()) >= vocab_size:
-                why = f"{shard.path} holds token {largest}, --model {config.model} has {vocab_size}"
-                raise ValueError(f"{why}: prepare the data again with --tokenizer gpt2")
-    return data, config.shape(vocab_size)
+                why = f"{shard.path} holds token {largest}, the network knows {vocab_size}"
+                raise ValueError(f"{why}: prepare the data again with its --tokenizer")
+
+
+def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
+    """The questions of --hellaswag, where there are any; ValueError if they are in other tokens."""
+    examples = read_examples(Path(path)) if path else []
+    ids = [int(part.max()) for example in examples for part in (example.context, *example.choices)]
+    largest = max(ids, default=0)
+    if largest >= vocab_size or (examples and tokenizer == "gpt2" and largest < 256):
+        why = f"--hellaswag {path}: its largest token is {largest}, the data's are of {tokenizer}"
+        raise ValueError(f"{why}; write it again with --tokenizer {tokenizer}")
+    return examples
 
 
 def choose_out_dir(config: TrainConfig) -> Path:
@@ -830,10 +984,11 @@ def environment(world: World) -> dict:
     }  # fmt: skip
 
 
-def codec(tokenizer: str) -> tuple[Callable, Callable] | None:
-    """From text to ids and back; None where this machine lacks what that takes."""
+def codec(tokenizer: str) -> Codec | None:
+    """From text to ids, and from an id to its bytes; None where this machine lacks what that
+    takes."""
     if tokenizer == "bytes":
-        return str.encode, lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
+        return str.encode, lambda i: bytes([i] if i < 256 else [])
     if tokenizer != "gpt2" or missing_vocab():
         return None
     try:
@@ -841,21 +996,34 @@ def codec(tokenizer: str) -> tuple[Callable, Callable] | None:
     except ImportError:
         return None
     encoding = tiktoken.get_encoding("gpt2")
-    return encoding.encode_ordinary, encoding.decode
+    return encoding.encode_ordinary, encoding.decode_single_token_bytes
 
 
-def sample(run: Run, num_tokens: int = 200) -> str:
-    """A text that the model goes on with, from the same random numbers each time."""
-    run.world.note("a sample")
-    config, device, both = run.config, run.world.device, codec(run.data.tokenizer)
-    end_of_text = VOCAB_SIZES.get(run.data.tokenizer, 1) - 1  # where each document begins
+def stream(model: GPT, tokenizer: str, config: TrainConfig, number: int = 0) -> Iterator[str]:
+    """Sample number of a model, piece by piece: the prompt and what it goes on with, from the same
+    random numbers each time."""
+    device, both = model.lm_head.weight.device, codec(tokenizer)
+    end_of_text = VOCAB_SIZES.get(tokenizer, 1) - 1  # where each document begins
     ids = list(both[0](config.prompt)) if both and config.prompt else [end_of_text]
-    rng = torch.Generator(device).manual_seed(config.seed)
+    rng = torch.Generator(device).manual_seed(config.seed + number)
+    how = config.temperature, config.top_k, config.top_p
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may be half a character
+    yield config.prompt if both else "no vocabulary here for --prompt, nor to read this: "
     with autocast(config, device):
-        idx = torch.tensor([ids], device=device)
-        idx = run.state.model.generate(idx, num_tokens, temperature=0.8, top_k=50, rng=rng)
-    ids = [i for i in idx[0].tolist() if i != end_of_text]
-    return both[1](ids) if both else f"no vocabulary here for --prompt, nor to read this: {ids}"
+        tokens = model.generate(torch.tensor([ids], device=device), rng, *how)
+        for i in map(int, islice(tokens, config.sample_tokens)):
+            yield decoder.decode(both[1](i) if i != end_of_text else b"") if both else f"{i} "
+    yield decoder.decode(b"", final=True)
+
+
+def sample(run: Run) -> str:
+    """The run's samples, as one text."""
+    model, tokenizer, config = run.state.model, run.data.tokenizer, run.config
+    run.world.note("a sample")
+    model.train(not config.dropout)
+    texts = ["".join(stream(model, tokenizer, config, n)) for n in range(config.num_samples)]
+    model.train()
+    return "\n---\n".join(texts)
 
 
 def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
@@ -866,6 +1034,7 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     out_dir = world.from_main(lambda: choose_out_dir(config))
     world.note("opening the data")
     data, shape = world.from_main(lambda: open_data(config))
+    examples = open_examples(config.hellaswag, shape.vocab_size, data.tokenizer)
     world.agree({"the beginning of each shard": beginnings(data)})
     path = world.from_main(lambda: newest_checkpoint(out_dir)) if config.resume else None
     if config.resume and not path and checkpoints(out_dir):
@@ -881,14 +1050,110 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     held = []  # for as long as this process lives
     world.from_main(lambda: held.append(take(out_dir, config, shape)))
     world.note("compiling and warming up")
-    run = build(config, world, data, shape)
-    run.held = held
+    run = build(config, world, data, shape, fresh=not saved)
+    run.held, run.examples = held, examples
     log_start(run, given, off)
     warm_up(run.net, run.config, world, shape.vocab_size)
     if saved:
         run.state.load_state_dict(saved)
         log_resume(run, saved)
     return run
+
+
+def known_model(config: TrainConfig, world: World) -> tuple[GPT, dict]:
+    """The network of --resume or --init-from, and what its run had: its step, tokenizer and
+    data_dir. ValueError if there is none."""
+    if config.resume:
+        out_dir = choose_out_dir(config)
+        if not (path := newest_checkpoint(out_dir)):
+            raise ValueError(f"--resume: no good checkpoint in {out_dir}: name a run by --out-dir")
+        saved = read_checkpoint(path)
+        shape = GPTConfig(**{f.name: saved["identity"][f.name] for f in fields(GPTConfig)})
+        weights, facts = saved["model"], {"step": saved["step"], "from": str(path)}
+        facts |= {"tokenizer": saved["identity"]["tokenizer"]}
+        facts |= {"data_dir": saved["config"]["data_dir"], "model": saved["config"]["model"]}
+    elif config.init_from:
+        shape = read_shape(source := find_source(config.init_from))
+        weights, sizes = read_weights(source, shape), {n: t for t, n in VOCAB_SIZES.items()}
+        facts = {"tokenizer": sizes.get(shape.vocab_size, "unknown"), "from": config.init_from}
+    else:
+        raise ValueError("whose weights? Add --resume, with --out-dir, or --init-from")
+    model = GPT(shape, config.flash)
+    model.load_state_dict(weights)
+    return model.to(world.device).eval(), facts
+
+
+def use(config: TrainConfig, given: set[str], world: World) -> int:
+    """--eval-only, --sample-only and --export: show what a network is worth, train nothing."""
+    off = why_off(replace(config, compile=False), given - {"compile"}, world.device)
+    config = replace(config, **{name: False for name in off})
+    model, facts = known_model(config, world)
+    if config.export:
+        world.from_main(partial(export, model, facts, Path(config.export)))
+    if config.eval_only:
+        evaluate_only(model, replace(config, data_dir=config.data_dir or facts.get("data_dir", ""),
+                                     model=facts.get("model", config.model)), world)  # fmt: skip
+    for number in range(config.num_samples if config.sample_only and world.is_main else 0):
+        for text in stream(model, facts["tokenizer"], config, number):
+            print(text, end="", flush=True)
+        print("\n---" if number + 1 < config.num_samples else "")
+    return 0
+
+
+def evaluate_only(model: GPT, config: TrainConfig, world: World):
+    data, shape = open_data(config)[0], model.config
+    check_ids(data, shape.vocab_size)
+    B = config.micro_batch_size or max(1, 4096 // shape.seq_len)
+    loader = ShardLoader(data.val, B, shape.seq_len, world.rank, world.size)
+    figures = validation(evaluate(model, model, loader, config, world), data)
+    if world.is_main:
+        show(f"validation: {in_words(figures)}")
+    if examples := open_examples(config.hellaswag, shape.vocab_size, data.tokenizer):
+        figures = answer(model, examples, codec(data.tokenizer), config, world)
+        if world.is_main:
+            show(f"{len(examples):,} questions: {in_words(figures)}")
+
+
+def export(model: GPT, facts: dict, folder: Path):
+    """Write a network in Hugging Face's format; OSError if the folder is there."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ValueError("--export needs a library: pip install safetensors") from None
+    if folder.exists():
+        raise FileExistsError(f"--export {folder} exists: name a new folder")
+    new = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(new, ignore_errors=True)  # of a process that died
+    new.mkdir(parents=True)
+    settings = hf_config(model.config)
+    ends = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
+    texts = {"config.json": json.dumps(settings, indent=2), "README.md": card(facts, folder.name),
+             "generation_config.json": json.dumps(ends, indent=2)}  # fmt: skip
+    if facts["tokenizer"] == "gpt2" and not missing_vocab():
+        for path, name in zip(vocab_files(), ("merges.txt", "vocab.json"), strict=True):
+            shutil.copy(path, new / name)
+        end = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+        texts["tokenizer_config.json"] = json.dumps(
+            {"tokenizer_class": "GPT2Tokenizer", "model_max_length": model.config.seq_len} | end
+        )
+    for name, text in texts.items():
+        (new / name).write_text(text + "\n", encoding="utf-8")
+    save_file(hf_weights(model), new / "model.safetensors", {"format": "pt"})
+    os.rename(new, folder)
+    print(f"wrote {folder}: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
+def card(facts: dict, name: str) -> str:
+    """The README of an exported network, with its run's last figures."""
+    lines = [f"# {name}", "", f"GPT-2, trained with train_gpt2.py, from {facts['from']}.", ""]
+    wanted = ("loss", "val_loss", "perplexity", "bits_per_byte", "hellaswag_acc_norm")
+    last = {}
+    for record in read_log(Path(facts["from"]).parent) if "step" in facts else ():
+        if record.get("step", math.inf) <= facts["step"]:
+            last |= {n: (record["step"], record[n]) for n in wanted if record.get(n) is not None}
+    lines += ["| figure | step | value |", "|---|--:|--:|"] if last else []
+    lines += [f"| {n} | {step:,} | {value:.4f} |" for n, (step, value) in last.items()]
+    return "\n".join(lines)
 
 
 def code_digest() -> dict[str, str]:
@@ -923,9 +1188,14 @@ def take(out_dir: Path, config: TrainConfig, shape: GPTConfig) -> IO:
     return lock
 
 
-def build(config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig) -> Run:
+def build(
+    config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig, fresh: bool
+) -> Run:
     """The network and everything around it, in the state before the first step."""
-    model = GPT(shape, config.flash, config.seed).to(world.device)
+    model = GPT(shape, config.flash, config.seed, config.dropout)
+    if config.init_from and fresh:
+        model.load_state_dict(read_weights(find_source(config.init_from), shape))
+    model.to(world.device)
     net = speed_up(model, config, world)
     if not config.micro_batch_size:
         B = world.from_main(lambda: micro_batch_that_fits(model, config, world))
@@ -934,7 +1204,7 @@ def build(config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     state = TrainState(model, make_optimizer(model, config), loader)
     rate = matmul_tflops(world.device, torch.bfloat16 if config.bf16 else torch.float32)
-    log, env = make_log(Path(config.out_dir), world.is_main), environment(world)
+    log, env = make_log(config, world.is_main), environment(world)
     return Run(config, world, data, state, net, ShardLoader(data.val, *place), log, env, rate)
 
 
@@ -1081,6 +1351,8 @@ def train(run: Run) -> int:
             if due(state.step, config.sample_every, config.steps) and world.is_main:
                 text = sample(run)
                 run.log(f"sample after step {state.step}:\n{text}", step=state.step, sample=text)
+            if run.examples and due(state.step, config.hellaswag_every, config.steps):
+                quiz(run)
     if world.is_main:
         draw_loss(Path(config.out_dir))
     return 0
@@ -1153,12 +1425,30 @@ def write(run: Run, saved: dict):
 
 
 def validate(run: Run):
-    state, ratio = run.state, run.data.bytes_per_token
-    loss = evaluate(state.model, run.net, run.val_loader, run.config, run.world)
-    bits = {"bits_per_byte": loss / math.log(2) / ratio} if ratio else {}
-    text = "".join(f", {value:.4f} bits per byte" for value in bits.values())
-    run.log(f"validation after step {state.step}: loss {loss:.4f}{text}",
-            step=state.step, val_loss=loss, **bits)  # fmt: skip
+    loss = evaluate(run.state.model, run.net, run.val_loader, run.config, run.world)
+    figures = validation(loss, run.data)
+    run.log(f"validation after step {run.state.step}: {in_words(figures)}",
+            step=run.state.step, **figures)  # fmt: skip
+
+
+def validation(val_loss: float, data: TokenFolder) -> dict[str, float]:
+    """A validation's loss, in nats per token, in the other units that people compare."""
+    figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
+    if data.bytes_per_token:
+        figures["bits_per_byte"] = val_loss / math.log(2) / data.bytes_per_token
+    return figures
+
+
+def in_words(figures: dict[str, float]) -> str:
+    names = {"val_loss": "loss"}
+    return ", ".join(f"{names.get(n, n).replace('_', ' ')} {v:.4f}" for n, v in figures.items())
+
+
+def quiz(run: Run):
+    step, both = run.state.step, codec(run.data.tokenizer)
+    figures = answer(run.state.model, run.examples, both, run.config, run.world)
+    text = f"{len(run.examples):,} questions after step {step}: {in_words(figures)}"
+    run.log(text, step=step, **{f"hellaswag_{name}": value for name, value in figures.items()})
 
 
 def draw_loss(out_dir: Path):
@@ -1187,7 +1477,10 @@ def main(argv: list[str] | None = None) -> int:
         world = find_world(dict(os.environ), torch.cuda.device_count())
         config, given = parse_args(sys.argv[1:] if argv is None else argv, world.device.type)
         with Watchdog(config.timeout_s, world) as watchdog, process_group(world):
-            return set_up_and_train(config, given, replace(world, note=watchdog.note))
+            world = replace(world, note=watchdog.note)
+            if config.eval_only or config.sample_only or config.export:
+                return use(config, given, world)
+            return set_up_and_train(config, given, world)
     except (OSError, ValueError) as error:
         return fail(2, f"error: {error}", is_main or not agreed(error))
     except (RuntimeError, MemoryError) as error:

@@ -15,8 +15,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 BREAKS = {  # what a wrong speed-up would do: the rung, the file, the line, what becomes of it
-    "no scale": ("flash", "model.py", "is_causal=True)", "is_causal=True, scale=1.0)"),
-    "no mask": ("flash", "model.py", "is_causal=True)", "is_causal=False)"),
+    "no scale": ("flash", "model.py", "is_causal=is_causal)", "is_causal=is_causal, scale=1.0)"),
+    "no mask": ("flash", "model.py", "is_causal=is_causal)", "is_causal=False)"),
     "padded targets": ("pad-vocab", "model.py", "is_padding = ids >=", "is_padding = ids > 63 +"),
     "a sum for a mean": ("accumulation", "train_gpt2.py", "net(x, y) / num_micro", "net(x, y)"),
     "the same data": (

@@ -1,14 +1,20 @@
 """Tests ../model.py."""
 
 import dataclasses
+import json
 import math
+import pickle
+import sys
+from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from model import GPT, SHAPES, GPTConfig, attention, flash_attention
+import model as model_file
+from model import GPT, SHAPES, GPTConfig, attention, flash_attention, pick
 
 TINY = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
 
@@ -97,25 +103,100 @@ def test_padding_changes_no_loss_and_no_gradient():
         assert not p.grad[len(q) :].any()
 
 
-def test_generate_draws_only_from_the_top_k_and_never_a_padded_id():
+def test_flash_attention_of_the_last_position_is_attentions():
+    q, k, v = torch.randn(3, 2, 4, 9, 8, generator=torch.Generator().manual_seed(0))
+    for last in (1, 9):
+        assert_close(attention(q, k, v)[:, :, -last:], attention(q[:, :, -last:], k, v))
+        assert_close(attention(q[:, :, -last:], k, v), flash_attention(q[:, :, -last:], k, v))
+
+
+def generate(model: GPT, idx, num_tokens: int, seed=0, temperature=1.0, top_k=0, top_p=1.0):
+    """idx (B, T) and what follows it: (B, T + num_tokens)."""
+    rng = torch.Generator().manual_seed(seed)
+    following = model.generate(idx, rng, temperature, top_k, top_p)
+    return torch.cat([idx, *islice(following, num_tokens)], dim=1)
+
+
+def test_generate_never_draws_a_padded_id():
     model = GPT(TINY)
     model.lm_head.weight.data[97:] = 100.0  # as a bad checkpoint might have it
-    idx = model.generate(tokens(4, 3), 40, 1.0, 97, torch.Generator().manual_seed(0))
-    assert idx.shape == (4, 43)  # longer than seq_len: the oldest are forgotten
-    assert idx.max() < 97
-    greedy = model.generate(tokens(1, 3), 8, 1.0, 1, torch.Generator().manual_seed(0))
-    for end in range(3, 11):
-        assert greedy[0, end] == model.logits(greedy[:, :end])[0, -1, :97].argmax()
+    idx = generate(model, tokens(4, 3), 40)
+    assert idx.shape == (4, 43) and idx.max() < 97
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_cached_keys_change_no_token(flash, temperature):
+    """Against a pass over all that is remembered for each token: beyond seq_len, the newer half."""
+    model, idx, start = spread(GPT(TINY, flash)), tokens(3, 5), 0
+    rng = torch.Generator().manual_seed(3)
+    for _ in range(60):
+        logits = model.logits(idx[:, start:])[:, -1, :97]
+        idx = torch.cat([idx, pick(logits, rng, temperature, 20, 0.9)], dim=1)
+        start = idx.shape[1] - 8 if idx.shape[1] - start > 16 else start
+    assert torch.equal(generate(model, tokens(3, 5), 60, 3, temperature, 20, 0.9), idx)
+    assert len(idx[0].unique()) > 5
+
+
+def spread(model: GPT) -> GPT:
+    """With weights that make its choices differ clearly."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    return model.eval()
+
+
+def test_pick_draws_by_temperature_top_k_and_top_p():
+    probs = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05])
+    logits, rng = probs.log().expand(20_000, 5), torch.Generator().manual_seed(0)
+
+    def shares(temperature, top_k, top_p) -> torch.Tensor:
+        drawn = pick(logits, rng, temperature, top_k, top_p)[:, 0]
+        return drawn.bincount(minlength=5) / len(logits)
+
+    for settings, expected in {
+        (1.0, 0, 1.0): probs,
+        (0, 0, 1.0): torch.eye(5)[0],
+        (0.5, 0, 1.0): probs**2 / (probs**2).sum(),
+        (1.0, 2, 1.0): torch.tensor([5, 2, 0, 0, 0]) / 7,
+        (1.0, 0, 0.6): torch.tensor([5, 2, 0, 0, 0]) / 7,
+        (1.0, 0, 0.1): torch.eye(5)[0],
+        (1.0, 3, 0.9): torch.tensor([50, 20, 15, 0, 0]) / 85,
+    }.items():
+        assert_close(shares(*settings), expected, rtol=0, atol=0.015)
 
 
 def test_generate_depends_on_its_own_generator_alone():
     model, state = GPT(TINY), torch.get_rng_state()
-    first, again, other = (
-        model.generate(tokens(1, 3), 12, 1.0, 50, torch.Generator().manual_seed(seed))
-        for seed in (1, 1, 2)
-    )
+    first, again, other = (generate(model, tokens(1, 3), 12, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_loss_of_an_answer_is_the_sum_over_its_tokens():
+    model = spread(GPT(TINY))
+    rows = [(tokens(n, seed=n), count) for n, count in ((5, 2), (17, 16), (9, 1), (30, 4))]
+    losses = model.answer_losses(rows)
+    for (row, count), loss in zip(rows, losses, strict=True):
+        row = row[-17:]  # what fits
+        log_probs = model.logits(row[None, :-1])[0].log_softmax(dim=-1)
+        expected = -log_probs.gather(1, row[1:, None])[-count:].sum()
+        assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_dropout_acts_in_training_alone_and_by_its_own_share(flash):
+    model, idx = GPT(TINY, flash, dropout=0.5), tokens(2, 16)
+    plain = GPT(TINY, flash)
+    assert torch.equal(model.eval().logits(idx), plain.logits(idx))
+    model.train()
+    torch.manual_seed(1)
+    first = model.logits(idx)
+    torch.manual_seed(1)
+    assert torch.equal(first, model.logits(idx)) and not torch.equal(first, model.logits(idx))
+    ones = torch.ones(50, 50, 4, 4)
+    kept = model.transformer.h[0].attn.attend(ones, ones, ones, 0.5)  # each weight 0 or doubled
+    assert kept.mean().item() == pytest.approx(1, abs=0.05) and kept.std() > 0.3
 
 
 def test_a_sequence_longer_than_the_positions_is_refused():
@@ -203,3 +284,218 @@ def test_two_layers_of_each_shape_train_as_hugging_faces(name, flash):
 @pytest.mark.slow
 def test_the_whole_124m_trains_as_hugging_faces():
     check_against_hugging_face(SHAPES["gpt2"], flash=True, T=128)
+
+
+# --------------------------------------------------------------------------------------------------
+# The bridge to Hugging Face's format, and other projects' checkpoints
+
+
+def random_gpt(config: GPTConfig):
+    """Hugging Face's, with every parameter off its initial 0 and 1."""
+    oracle = hugging_face(config).eval()
+    with torch.no_grad():
+        for p in oracle.parameters():
+            p.add_(torch.randn(p.shape), alpha=0.05)
+    return oracle
+
+
+def loaded(path: Path, **changes) -> GPT:
+    config = dataclasses.replace(model_file.read_shape(path), **changes)
+    model = GPT(config)
+    model.load_state_dict(model_file.read_weights(path, config))
+    return model.eval()
+
+
+def small(name: str) -> GPTConfig:
+    return dataclasses.replace(SHAPES[name], n_layer=2, vocab_size=997, seq_len=32)
+
+
+@pytest.mark.parametrize(("name", "shard_size"), [
+    ("gpt2", "3MB"), *((name, "1GB") for name in SHAPES if name != "nano")
+])  # fmt: skip
+def test_a_folder_of_hugging_faces_loads_and_goes_back_bit_for_bit(tmp_path, name, shard_size):
+    oracle = random_gpt(small(name))
+    oracle.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "3MB")
+    model, idx = loaded(tmp_path), tokens(2, 32, vocab_size=997)
+    assert model.config == small(name)
+    logits = oracle(idx).logits
+    error = (model.logits(idx)[..., :997] - logits).abs().max()
+    assert error <= 1e-5 * logits.abs().max()
+    back = model_file.hf_weights(model)
+    theirs = {n: p for n, p in oracle.state_dict().items() if n != "lm_head.weight"}
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], theirs[name]) for name in back)
+
+
+@pytest.mark.slow
+def test_the_whole_124m_goes_to_hugging_face_and_back_bit_for_bit(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    oracle = random_gpt(SHAPES["gpt2"])
+    oracle.save_pretrained(tmp_path / "theirs")
+    model = loaded(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    save_file(
+        model_file.hf_weights(model), tmp_path / "ours" / "model.safetensors", {"format": "pt"}
+    )
+    settings = model_file.hf_config(model.config)
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(settings))
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for (name, p), (_, q) in zip(back.named_parameters(), oracle.named_parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_the_config_that_goes_out_is_the_one_that_comes_in(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(model_file.hf_config(small("gpt2"))))
+    assert model_file.read_shape(tmp_path) == small("gpt2")
+
+
+def test_a_model_without_prefix_or_in_a_pickle_file_loads_too(tmp_path):
+    oracle = random_gpt(small("gpt2"))
+    oracle.transformer.save_pretrained(tmp_path / "plain")  # as OpenAI's gpt2 is published
+    oracle.save_pretrained(tmp_path / "bin")
+    (tmp_path / "bin" / "model.safetensors").unlink()
+    torch.save(oracle.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    a, b = (loaded(tmp_path / name).state_dict() for name in ("plain", "bin"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_padding_and_fewer_positions_change_no_loss(tmp_path):
+    random_gpt(small("gpt2")).save_pretrained(tmp_path)
+    idx, targets = (tokens(2, 16, vocab_size=997, seed=seed) for seed in (0, 1))
+    losses = [
+        loaded(tmp_path, **changes)(idx, targets)
+        for changes in ({}, {"pad_vocab": False}, {"seq_len": 16})
+    ]
+    for loss in losses[1:]:
+        assert_close(loss, losses[0], rtol=1e-6, atol=0)
+
+
+def nanogpt_checkpoint(model: GPT, bias: bool) -> dict:
+    """As nanoGPT saves a compiled model."""
+    state = {f"_orig_mod.{n}": p for n, p in model.state_dict().items() if bias or "bias" not in n}
+    c = model.config
+    shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "bias": bias}
+    args = shape | {"block_size": c.seq_len, "vocab_size": c.vocab_size, "dropout": 0.1}
+    return {"model": state, "model_args": args, "iter_num": 5, "best_val_loss": torch.tensor(3.0)}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_checkpoint_of_nanogpt_loads(tmp_path, bias):
+    model = GPT(dataclasses.replace(TINY, pad_vocab=False)).eval()
+    torch.save(nanogpt_checkpoint(model, bias), tmp_path / "ckpt.pt")
+    idx = tokens(2, 16)
+    same = loaded(tmp_path / "ckpt.pt", pad_vocab=False).logits(idx)  # fresh biases are 0
+    assert torch.equal(same, model.logits(idx))
+
+
+def test_a_checkpoint_of_build_nanogpt_loads_without_its_code(tmp_path):
+    """It holds an object of a class that this process must not need."""
+    module, name = sys.modules["__main__"], "GPTConfig"
+    theirs = dataclasses.make_dataclass(
+        name, ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"]
+    )
+    theirs.__module__ = "__main__"
+    setattr(module, name, theirs)
+    config = dataclasses.replace(TINY, vocab_size=50304, pad_vocab=False, n_embd=8)
+    model = GPT(config)
+    saved = {"model": model.state_dict(), "config": theirs(16, 50304, 2, 2, 8), "step": 9}
+    torch.save(saved, tmp_path / "model_00009.pt")
+    delattr(module, name)
+    other = loaded(tmp_path / "model_00009.pt")
+    assert other.config == dataclasses.replace(config, vocab_size=50257, pad_vocab=True)
+    wte = model.state_dict()["lm_head.weight"][:50257]
+    assert torch.equal(other.state_dict()["lm_head.weight"][:50257], wte)
+
+
+def flip_header(path: Path):
+    content = bytearray(path.read_bytes())
+    content[20] ^= 0x44
+    path.write_bytes(content)
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def pickle_with_code(path: Path):
+    path.unlink()
+    path.with_name("pytorch_model.bin").write_bytes(pickle.dumps(Evil(), protocol=2))
+
+
+def torch_file_with_code(path: Path):
+    path.unlink()
+    torch.save({"x": Evil()}, path.with_name("pytorch_model.bin"))
+
+
+def edit_tensors(path: Path, change):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def edit_config(path: Path, **changes):
+    path = path.with_name("config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+BROKEN = {
+    "lacks transformer.h.1.attn.c_attn.weight": lambda p: edit_tensors(
+        p, lambda t: t.pop("transformer.h.1.attn.c_attn.weight")),
+    "transformer.ln_f.bias has the shape (7,), not (32,)": lambda p: edit_tensors(
+        p, lambda t: t.update({"transformer.ln_f.bias": torch.zeros(7)})),
+    "model.safetensors can't be read": flip_header,
+    "model.safetensors can't be read: ": lambda p: p.write_bytes(p.read_bytes()[:-100]),
+    "pytorch_model.bin can't be read": pickle_with_code,
+    "pytorch_model.bin can't be read: ": torch_file_with_code,
+    "has no weights": Path.unlink,
+    "activation_function relu is not supported": lambda p: edit_config(
+        p, activation_function="relu"),
+    "scale_attn_by_inverse_layer_idx True is": lambda p: edit_config(
+        p, scale_attn_by_inverse_layer_idx=True),
+    "model_type llama is not supported": lambda p: edit_config(p, model_type="llama"),
+    "n_inner 99 is not supported": lambda p: edit_config(p, n_inner=99),
+    "config.json is not GPT-2's": lambda p: p.with_name("config.json").write_text("{"),
+    "config.json is not GPT-2's: ": lambda p: p.with_name("config.json").write_text("[]"),
+    "n_embd 12.5": lambda p: edit_config(p, n_embd=12.5),
+    "No such file": lambda p: p.with_name("config.json").unlink(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_broken_folder_is_one_line_and_runs_no_code(tmp_path, monkeypatch, message):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "hf"
+    random_gpt(dataclasses.replace(TINY, vocab_size=99)).save_pretrained(folder)
+    BROKEN[message](folder / "model.safetensors")
+    with pytest.raises((ValueError, OSError)) as error:
+        loaded(folder)
+    assert message.strip(": ") in str(error.value) and len(str(error.value).splitlines()) == 1
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", pickle.dumps({"model": 1})])
+def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path, content):
+    (tmp_path / "ckpt.pt").write_bytes(content)
+    with pytest.raises(ValueError, match="ckpt.pt is no checkpoint of GPT-2: ") as error:
+        loaded(tmp_path / "ckpt.pt")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_cached_greedy_text_is_hugging_faces(tmp_path):
+    config = dataclasses.replace(small("gpt2"), seq_len=256, n_embd=96)
+    oracle = random_gpt(config)
+    oracle.save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    for seed in range(20):
+        prompt = tokens(1, 5 + seed, vocab_size=997, seed=seed)
+        theirs = oracle.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        assert torch.equal(generate(model, prompt, 200, temperature=0), theirs)

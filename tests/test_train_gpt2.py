@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -19,8 +20,9 @@ import torch
 from conftest import digest, finish, flags, records, start_ranks, train, weights
 
 import dataloader
+import prepare_data
 import train_gpt2
-from model import GPT, SHAPES
+from model import GPT, SHAPES, GPTConfig, hf_config, hf_weights, read_shape, read_weights
 from train_gpt2 import TrainConfig, find_world, learning_rate, parse_args, read_checkpoint
 
 ROOT = Path(train_gpt2.__file__).parent
@@ -100,12 +102,63 @@ def test_compiled_runs_train_evaluate_sample_and_resume(whole, data_dir, tmp_pat
     assert not any("_orig_mod" in name for name in weights(tmp_path / "run"))
 
 
+def questions(folder: Path, count: int = 20, token: int | None = None) -> Path:
+    """Multiple-choice questions of words without sense, as bytes; token is put in as the last."""
+    rng = np.random.default_rng(5)
+
+    def text(most: int) -> str:
+        return "".join(rng.choice([*" abcdefgh"], rng.integers(1, most))).strip() or "a"
+
+    lines = [{"ctx": text(20), "endings": [text(9) for _ in range(4)], "label": int(label)}
+             for label in rng.integers(0, 4, count)]  # fmt: skip
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prepare = ["--multiple-choice", str(folder / "questions.jsonl"), "--tokenizer", "bytes"]
+    with redirect_stdout(io.StringIO()):
+        assert prepare_data.main([*prepare, "--data-dir", str(folder / "asked")]) == 0
+    path = folder / "asked" / "questions.bin"
+    if token:
+        path.write_bytes(path.read_bytes()[:-2] + token.to_bytes(2, "little"))
+    return path
+
+
+@pytest.mark.slow
+def test_compile_asks_and_samples_without_compiling_again(data_dir, tmp_path):
+    asked = {"hellaswag": questions(tmp_path), "hellaswag_every": 5, "sample_every": 5}
+    line = flags(data_dir=data_dir, out_dir="run", compile=True, dropout=0.1)
+    code, _, err = train(line, tmp_path / "plain", inject=count_graphs)
+    assert code == 0, err
+    code, _, err = train([*line, *flags_of(asked)], tmp_path / "asked", inject=count_graphs)
+    assert code == 0, err
+    assert losses(tmp_path / "asked" / "run") == losses(tmp_path / "plain" / "run")
+    assert digest(tmp_path / "asked" / "run") == digest(tmp_path / "plain" / "run")
+    plain, asked = (json.loads((tmp_path / n / "graphs").read_text()) for n in ("plain", "asked"))
+    assert plain == asked and len(plain) == 12 and plain[0] == plain[-1] > 0
+
+
+def flags_of(values: dict) -> list[str]:
+    return [word for n, value in values.items() for word in (train_gpt2.spell(n), str(value))]
+
+
+def count_graphs(rank: int):
+    """Writes how many graphs have been compiled by the end of each step."""
+    log_step, counts = train_gpt2.log_step, []
+
+    def log_and_count(*args):
+        log_step(*args)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        Path("graphs").write_text(json.dumps(counts))
+
+    train_gpt2.log_step = log_and_count
+
+
 def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
     often = {"eval_every": 1, "sample_every": 3, "save_every": 2, "keep": 3, "eval_tokens": 100}
-    watched = run(tmp_path, data_dir, **often)
+    asked = {"hellaswag": questions(tmp_path), "hellaswag_every": 5, "num_samples": 2}
+    watched = run(tmp_path, data_dir, **often, **asked)
     assert losses(watched) == losses(whole[1])
     assert digest(watched) == digest(whole[1])
     assert len(records(watched, "val_loss")) == 13 and len(records(watched, "sample")) == 4
+    assert list(records(watched, "hellaswag_acc")) == [5, 10, 12]
 
 
 def test_validation_is_the_same_for_all_micro_batches_and_ranks(whole, data_dir, tmp_path):
@@ -321,6 +374,155 @@ def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_p
     assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 100
 
 
+def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, capsys, monkeypatch):
+    asked = {"hellaswag": questions(tmp_path), "prompt": "abc", "num_samples": 2}
+    out_dir = run(tmp_path, data_dir, **asked)
+    monkeypatch.chdir(tmp_path)
+    line = ["--resume", "--out-dir", str(out_dir), *flags_of(asked)]
+    before = sorted(path.stat().st_mtime_ns for path in out_dir.iterdir())
+    capsys.readouterr()
+    assert train_gpt2.main([*line, "--sample-only"]) == 0
+    assert capsys.readouterr().out == records(out_dir, "sample")[12] + "\n"
+    assert train_gpt2.main([*line, "--eval-only", "--eval-tokens=512"]) == 0
+    out = capsys.readouterr().out
+    assert f"validation: loss {records(out_dir, 'val_loss')[12]:.4f}, perplexity" in out
+    assert f"questions: acc {records(out_dir, 'hellaswag_acc')[12]:.4f}, acc norm" in out
+    assert sorted(path.stat().st_mtime_ns for path in out_dir.iterdir()) == before
+
+
+def test_an_exported_run_is_the_same_network_in_transformers(data_dir, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
+    out_dir = run(tmp_path, data_dir)
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt2.main(["--resume", "--out-dir", str(out_dir), "--export", "hf"]) == 0
+    oracle = transformers.AutoModelForCausalLM.from_pretrained("hf").eval()
+    assert oracle.config.eos_token_id == 256
+    saved = read_checkpoint(train_gpt2.checkpoints(out_dir)[0])
+    shape = {f.name: saved["identity"][f.name] for f in fields(GPTConfig)}
+    model = GPT(GPTConfig(**shape))
+    model.load_state_dict(saved["model"])
+    idx = torch.arange(32).view(2, 16) * 8
+    logits = oracle(idx).logits
+    assert (model.logits(idx)[..., :257] - logits).abs().max() <= 1e-5 * logits.abs().max()
+    card = Path("hf/README.md").read_text()
+    assert f"| val_loss | 12 | {records(out_dir, 'val_loss')[12]:.4f} |" in card
+    assert train_gpt2.main(["--init-from", "hf", "--export", "again"]) == 0
+    assert Path("again/model.safetensors").read_bytes() == Path("hf/model.safetensors").read_bytes()
+
+
+@pytest.mark.skipif(bool(dataloader.missing_vocab()), reason="GPT-2's vocabulary is not at hand")
+def test_an_export_brings_gpt2s_tokenizer(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    tiktoken = pytest.importorskip("tiktoken")
+    monkeypatch.chdir(tmp_path)
+    hugging_face_folder(GPT(GPTConfig(seq_len=16, n_layer=1, n_head=1, n_embd=8)), Path("tiny"))
+    assert train_gpt2.main(["--init-from", "tiny", "--export", "hf"]) == 0
+    tokenizer, text = transformers.AutoTokenizer.from_pretrained("hf"), "Hello,  wörld 🙂\n\tx1234"
+    assert tokenizer(text)["input_ids"] == tiktoken.get_encoding("gpt2").encode(text)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.slow
+def test_a_small_model_of_hugging_faces_is_finetuned_and_goes_back(tmp_path, monkeypatch):
+    """On the corpus that needs no download: the loss falls, and transformers samples from it."""
+    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
+    monkeypatch.chdir(tmp_path)
+    config = transformers.GPT2Config(vocab_size=257, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained("small")
+    line = ["--init-from", "small", "--batch-tokens", "1024", "--steps", "60", "--seq-len", "64",
+            "--learning-rate", "3e-3", "--dropout", "0.1", "--no-cosine"]  # fmt: skip
+    data = ["--data-dir", str(train_gpt2.prepare_own_source("bytes"))]
+    code, _, err = train([*line, *data, "--out-dir", "run"], tmp_path)
+    assert code == 0, err
+    first, last = records(tmp_path / "run", "val_loss").values()
+    assert last < first - 1
+    assert train_gpt2.main(["--resume", "--out-dir", "run", "--export", "hf"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained("hf")
+    prompt = torch.tensor([list(b"def ")])
+    ids = model.generate(prompt, max_new_tokens=40, do_sample=True, pad_token_id=256)
+    assert bytes(i for i in ids[0].tolist() if i < 256).startswith(b"def ") and len(ids[0]) > 5
+
+
+def test_choices_are_those_of_an_independent_scoring(tmp_path):
+    """500 questions, one at a time, by transformers, as the lm-evaluation-harness scores them."""
+    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(vocab_size=257, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    oracle = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for p in oracle.parameters():
+            p += 0.1 * torch.randn(p.shape)
+    oracle.save_pretrained(tmp_path / "hf")
+    path = questions(tmp_path, 500)
+    right = {"acc": [], "acc_norm": [], "acc_norm_chars": []}
+    choices = []
+    for line in (tmp_path / "questions.jsonl").read_text().splitlines():
+        question = json.loads(line)
+        likelihoods = []
+        for ending in question["endings"]:
+            context, answer = question["ctx"].encode(), b" " + ending.encode()
+            ids = torch.tensor([list(context + answer)])
+            with torch.no_grad():
+                log_probs = oracle(ids).logits[0].log_softmax(dim=-1)
+            likelihoods.append(sum(log_probs[len(context) + i - 1, byte].item()
+                                   for i, byte in enumerate(answer)))  # fmt: skip
+        sizes = [len(ending) for ending in question["endings"]]
+        best = {
+            "acc": np.argmax(likelihoods),
+            "acc_norm": np.argmax(np.array(likelihoods) / (np.array(sizes) + 1)),
+            "acc_norm_chars": np.argmax(np.array(likelihoods) / sizes),
+        }
+        choices.append(best["acc"])
+        for name in right:
+            right[name].append(best[name] == question["label"])
+    examples, shape = dataloader.read_examples(path), read_shape(tmp_path / "hf")
+    model = GPT(shape)
+    model.load_state_dict(read_weights(tmp_path / "hf", shape))
+    config, world = TrainConfig(bf16=False, warmup_steps=1), train_gpt2.find_world({}, 0)
+    ours = train_gpt2.choice_losses(model, examples, range(500), config, world)
+    assert [losses.argmin() for losses in ours] == choices
+    shares = train_gpt2.answer(model, examples, train_gpt2.codec("bytes"), config, world)
+    assert shares == {name: pytest.approx(np.mean(values)) for name, values in right.items()}
+    assert len({*shares.values()}) > 1
+
+
+def test_ranks_share_the_questions(data_dir, tmp_path):
+    asked = {"hellaswag": questions(tmp_path, 33), "steps": 2, "warmup_steps": 1}
+    names = ("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_acc_norm_chars")
+    one, two = (run(tmp_path, data_dir, f"{n}", n, **asked) for n in (1, 2))
+    for name in names:
+        assert records(one, name) == pytest.approx(records(two, name))
+
+
+@pytest.mark.parametrize(("ranks", "flash"), [(1, True), (2, False)])
+def test_dropout_is_the_same_after_a_resume(data_dir, tmp_path, ranks, flash):
+    line = flags(data_dir=data_dir, out_dir="run", dropout=0.2, flash=flash, eval_every=3)
+    assert train(line, tmp_path / "whole", ranks)[0] == 0
+    assert train(line, tmp_path / "killed", ranks, kill_after=7)[0] not in range(8)
+    assert train([*line, "--resume"], tmp_path / "killed", ranks)[0] == 0
+    assert losses(tmp_path / "killed" / "run") == losses(tmp_path / "whole" / "run")
+    assert digest(tmp_path / "killed" / "run") == digest(tmp_path / "whole" / "run")
+
+
+def test_dropout_differs_by_step_rank_and_seed_and_spares_validation(whole, data_dir, tmp_path):
+    out_dirs = [run(tmp_path, data_dir, name, dropout=0.2, steps=3, warmup_steps=1, seed=seed)
+                for name, seed in (("a", 1337), ("b", 1337), ("c", 1))]  # fmt: skip
+    a, b, c = map(losses, out_dirs)
+    assert a == b != c and a[1] != losses(whole[1])[1]
+    assert records(out_dirs[0], "val_loss")[0] == records(whole[1], "val_loss")[0]
+
+
+def test_a_run_goes_on_from_the_weights_of_another(whole, data_dir, tmp_path):
+    """From its folder, or from one checkpoint: the first validation is the other's last."""
+    for source in (whole[1], train_gpt2.checkpoints(whole[1])[0]):
+        line = flags(data_dir=data_dir, out_dir="run", init_from=source, model=None, steps=2,
+                     warmup_steps=1, n_layer=None, n_head=None, n_embd=None)  # fmt: skip
+        code, _, err = train([*line, "--no-bf16"], tmp_path / source.name)
+        assert code == 0, err
+        first = records(tmp_path / source.name / "run", "val_loss")[0]
+        assert first == records(whole[1], "val_loss")[12]
+
+
 def test_readme_shows_the_flags_as_they_are():
     rows = [
         f"| `{train_gpt2.spell(f.name)}` | {train_gpt2.default_text(f.name, f.default)} |"
@@ -479,6 +681,24 @@ def with_run(**changes):
     return prepare
 
 
+def with_weights(vocab_size: int = 257, **changes):
+    """A mistake with the weights of another network."""
+
+    def prepare(folder: Path) -> dict:
+        shape = GPTConfig(vocab_size, seq_len=16, n_layer=2, n_head=2, n_embd=32)
+        hugging_face_folder(GPT(shape), folder / "weights")
+        return {"init_from": "weights", "model": None} | changes
+
+    return prepare
+
+
+def hugging_face_folder(model: GPT, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(model.config)))
+    torch.save(hf_weights(model), folder / "pytorch_model.bin")
+    return folder
+
+
 def id_60000(header: bytes) -> bytes:
     return header + np.full(500, 60_000, "<u2").tobytes()
 
@@ -504,7 +724,7 @@ MISTAKES = {
     ),
     "id 60000": (
         with_shard("train_000001.bin", id_60000),
-        "train_000001.bin holds token 60000, --model nano has 50257.*prepare the data again",
+        "train_000001.bin holds token 60000, the network knows 50257: prepare the data again",
     ),
     "bad manifest": (with_shard("manifest.json", b'{"train": 1'), "manifest.json is damaged"),
     "batch of parts": (
@@ -543,6 +763,23 @@ MISTAKES = {
     "other padding": (with_run(pad_vocab=False), "--pad-vocab: the run in .* has True, this one F"),
     "another seed": (with_run(seed=7), "--seed: the run in .*run has 1337, this one 7; give it"),
     "another order": (with_run(shuffle=False), "--shuffle: the run in .* has True, this one False"),
+    "dropout": ({"dropout": 1.0}, "--dropout 1.0 must be a number of at least 0 and at most 0.99"),
+    "a share above 1": ({"top_p": 1.5}, "--top-p 1.5 must be .* at most 1"),
+    "no questions": ({"hellaswag": "none.bin"}, "none.bin is not a whole file of multiple-choice"),
+    "other questions": (
+        lambda folder: {"hellaswag": questions(folder, token=300)},
+        "--hellaswag .*: its largest token is 300, the data's are of bytes; write it again",
+    ),
+    "no weights": ({"init_from": "nobody/none", "model": None}, "--init-from nobody/none: no such"),
+    "other heads": (with_weights(n_head=4), "--n-head 4: weights has 2; leave it out"),
+    "more positions": (with_weights(n_head=2, seq_len=64), "--seq-len 64 is more than the 16 pos"),
+    "ids beyond": (with_weights(vocab_size=100, n_head=2), "token 256, the network knows 100"),
+    "nothing to sample": ({"sample_only": True}, "whose weights. Add --resume, .* or --init-from"),
+    "nothing to export": ({"export": "x", "resume": True}, "--resume: no good checkpoint in new"),
+    "an export that exists": (
+        lambda folder: with_weights(n_head=2)(folder) | {"export": folder / "weights"},
+        "--export .*weights exists: name a new folder",
+    ),
     "RANK alone": ({"RANK": "0"}, "LOCAL_RANK, WORLD_SIZE not set, others of torchrun's are: set"),
     "rank too high": (
         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "0"},

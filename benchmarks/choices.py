@@ -1,0 +1,101 @@
+"""What multiple-choice questions cost beside the forward passes that they can't do without.
+
+    python benchmarks/choices.py                          # GPT-2 124M, 100 questions
+    python benchmarks/choices.py --examples 10042         # as many as HellaSwag has, on a GPU
+
+Questions of random tokens, as long as HellaSwag's are about (a context of 20 to 100 tokens, four
+endings of 5 to 40), go through train_gpt2.choice_losses; then through the same network go batches
+of the same shapes, with all their logits. Both in alternation; the ratio is that of the medians.
+Writes benchmarks/results/choices-<device>-<date>.json.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import machine
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt2
+from dataloader import Example
+from model import GPT, SHAPES
+
+
+def random_examples(count: int, vocab_size: int) -> list[Example]:
+    rng = np.random.default_rng(0)
+
+    def tokens(least: int, most: int) -> np.ndarray:
+        return rng.integers(0, vocab_size, rng.integers(least, most + 1)).astype(np.uint16)
+
+    return [Example(tokens(20, 100), [tokens(5, 40) for _ in range(4)], 0) for _ in range(count)]
+
+
+def seconds(function, device: torch.device) -> float:
+    start = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def measure(args: argparse.Namespace) -> dict:
+    world = train_gpt2.find_world({}, torch.cuda.device_count())
+    config, given = train_gpt2.parse_args(["--model", args.model], world.device.type)
+    off = train_gpt2.why_off(replace(config, compile=False), given, world.device)
+    config = replace(config, compile=False, **{name: False for name in off if name != "compile"})
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    model = GPT(SHAPES[args.model], config.flash).to(world.device).eval()
+    examples = random_examples(args.examples, model.config.vocab_size)
+    shapes, features = [], model.features
+
+    def ask():
+        train_gpt2.choice_losses(model, examples, range(len(examples)), config, world)
+
+    def noted(idx):
+        shapes.append(idx.shape)
+        return features(idx)
+
+    @torch.no_grad()
+    def forward():
+        with train_gpt2.autocast(config, world.device):
+            for shape in shapes:
+                model.logits(torch.zeros(shape, dtype=torch.int64, device=world.device))
+
+    model.features = noted
+    ask()  # warms up, and notes the shapes
+    model.features = features
+    forward()
+    times = {"questions": [], "forward": []}
+    for _ in range(args.rounds):
+        times["questions"].append(seconds(ask, world.device))
+        times["forward"].append(seconds(forward, world.device))
+    medians = {name: median(values) for name, values in times.items()}
+    return {
+        "settings": vars(args), "environment": machine.environment(train_gpt2.environment(world)),
+        "bf16": config.bf16, "padded_tokens": sum(shape.numel() for shape in shapes), "s": times,
+        "examples_per_s": args.examples / medians["questions"],
+        "ratio": medians["questions"] / medians["forward"],
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(SHAPES), default="gpt2")
+    parser.add_argument("--examples", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    content = measure(parser.parse_args())
+    path = machine.results_path("choices", content["environment"]["device_name"])
+    machine.save(path, content)
+    print(
+        f"{content['examples_per_s']:.1f} questions/s, {content['padded_tokens']:,} padded tokens,"
+        f" {content['ratio']:.2f} times their forward passes: {path.relative_to(machine.REPO)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
