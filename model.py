@@ -396,5 +396,9 @@ def hf_config(config: GPTConfig) -> dict:
     settings = {name: values[0] for name, values in HF_SETTINGS.items()}
     end = {"bos_token_id": config.vocab_size - 1, "eos_token_id": config.vocab_size - 1}
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    made = {"architectures": ["GPT2LMHeadModel"], "dtype": "float32", "initializer_range": 0.02}
+    made = {
+        "architectures": ["GPT2LMHeadModel"],
+        "torch_dtype": "float32",
+        "initializer_range": 0.02,
+    }
     return made | settings | shape | dropout | end

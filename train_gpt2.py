@@ -33,7 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count, islice
 from pathlib import Path
 from typing import IO
@@ -249,14 +249,17 @@ def shape_of(source: str, given: dict) -> dict:
         why = f"--seq-len {given['seq_len']} is more than the {shape['seq_len']} positions"
         raise ValueError(f"{why} of {source}: try --seq-len {shape['seq_len']}")
     shape = {name: shape[name] for name in SHAPE_FLAGS if name != "pad_vocab"}
-    return shape | {"learning_rate": 3e-5}  # nanoGPT's config/finetune_shakespeare.py
+    return shape | {"learning_rate": 3e-5, "batch_tokens": 32_768}  # nanoGPT's for finetuning
 
 
+@lru_cache
 def find_source(source: str) -> Path:
     """The folder or checkpoint of --init-from; a name that is none is looked for on the hub."""
     path = Path(source)
     if path.is_dir() and (newest := newest_checkpoint(path)):
         return newest
+    if zipfile.is_zipfile(path):  # as torch.save writes it
+        check_archive(path)
     if path.exists():
         return path
     try:
@@ -843,7 +846,7 @@ def make_log(config: TrainConfig, is_main: bool) -> Callable:
     path = Path(config.out_dir, "log.jsonl")
     torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
     file = open(path, "a", encoding="utf-8") if is_main else None
-    board = tensorboard(config.out_dir) if config.tensorboard and is_main else None
+    board = tensorboard()(config.out_dir) if config.tensorboard and is_main else None
     if file and torn:
         file.write("\n")
 
@@ -858,17 +861,18 @@ def make_log(config: TrainConfig, is_main: bool) -> Callable:
         for name, value in record.items() if board and "step" in record else ():
             if isinstance(value, float):
                 board.add_scalar(name, value, record["step"])
+                board.flush()
 
     return log
 
 
-def tensorboard(folder: str):
-    """Writes what TensorBoard shows; ValueError where it is not installed."""
+def tensorboard() -> type:
+    """What writes for TensorBoard into a folder; ValueError where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError("--tensorboard needs a library: pip install tensorboard") from None
-    return SummaryWriter(folder)
+    return SummaryWriter
 
 
 def show(text: str):
@@ -1030,6 +1034,8 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     """All that train needs, or None if the run is complete. Every mistake in flags or files raises
     here, ValueError or OSError, before anything of the run is written."""
     config.num_micro(world.size)
+    if config.tensorboard:
+        tensorboard()  # is it there?
     world.agree({spell(name): value for name, value in asdict(config).items()} | code_digest())
     out_dir = world.from_main(lambda: choose_out_dir(config))
     world.note("opening the data")
@@ -1061,21 +1067,20 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
 
 
 def known_model(config: TrainConfig, world: World) -> tuple[GPT, dict]:
-    """The network of --resume or --init-from, and what its run had: its step, tokenizer and
-    data_dir. ValueError if there is none."""
+    """The network of --resume or --init-from, and what is known of it: where it is from, its
+    tokenizer and, of a run, its step and flags. ValueError if there is none."""
     if config.resume:
         out_dir = choose_out_dir(config)
         if not (path := newest_checkpoint(out_dir)):
             raise ValueError(f"--resume: no good checkpoint in {out_dir}: name a run by --out-dir")
         saved = read_checkpoint(path)
         shape = GPTConfig(**{f.name: saved["identity"][f.name] for f in fields(GPTConfig)})
-        weights, facts = saved["model"], {"step": saved["step"], "from": str(path)}
-        facts |= {"tokenizer": saved["identity"]["tokenizer"]}
-        facts |= {"data_dir": saved["config"]["data_dir"], "model": saved["config"]["model"]}
+        weights, facts = saved["model"], {"flags": saved["config"], "step": saved["step"]}
+        facts |= {"from": str(path), "tokenizer": saved["identity"]["tokenizer"]}
     elif config.init_from:
         shape = read_shape(source := find_source(config.init_from))
         weights, sizes = read_weights(source, shape), {n: t for t, n in VOCAB_SIZES.items()}
-        facts = {"tokenizer": sizes.get(shape.vocab_size, "unknown"), "from": config.init_from}
+        facts = {"from": config.init_from, "tokenizer": sizes.get(shape.vocab_size, "unknown")}
     else:
         raise ValueError("whose weights? Add --resume, with --out-dir, or --init-from")
     model = GPT(shape, config.flash)
@@ -1085,14 +1090,17 @@ def known_model(config: TrainConfig, world: World) -> tuple[GPT, dict]:
 
 def use(config: TrainConfig, given: set[str], world: World) -> int:
     """--eval-only, --sample-only and --export: show what a network is worth, train nothing."""
-    off = why_off(replace(config, compile=False), given - {"compile"}, world.device)
-    config = replace(config, **{name: False for name in off})
     model, facts = known_model(config, world)
+    if "flags" in facts:  # the run's own, but for those that are given
+        own = {"micro_batch_size": 0} | {name: getattr(config, name) for name in given}
+        config = TrainConfig(**facts["flags"] | own)
+    else:
+        off = why_off(replace(config, compile=False), given - {"compile"}, world.device)
+        config = replace(config, **{name: False for name in off})
     if config.export:
         world.from_main(partial(export, model, facts, Path(config.export)))
     if config.eval_only:
-        evaluate_only(model, replace(config, data_dir=config.data_dir or facts.get("data_dir", ""),
-                                     model=facts.get("model", config.model)), world)  # fmt: skip
+        evaluate_only(model, config, world)
     for number in range(config.num_samples if config.sample_only and world.is_main else 0):
         for text in stream(model, facts["tokenizer"], config, number):
             print(text, end="", flush=True)

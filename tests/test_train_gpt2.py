@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -788,6 +789,10 @@ MISTAKES = {
 }  # fmt: skip
 
 
+if find_spec("tensorboard") is None:
+    MISTAKES["no tensorboard"] = (
+        {"tensorboard": True}, "--tensorboard needs a library: pip install tensorboard"
+    )  # fmt: skip
 if not sys.platform.startswith("linux"):
     del MISTAKES["an unwritable out-dir"]  # root may write everywhere else
 
