@@ -15,13 +15,16 @@ Sources:
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with Ope
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),  # 1,558M
     "nano": GPTConfig(vocab_size=257, seq_len=128, n_layer=4, n_head=4, n_embd=128),  # 0.8M, bytes
 }
+
+
+# for answers and samples, each of another shape: cuDNN's attention would plan each for a second
+# (https://github.com/modelscope/FunASR/issues/3704)
+ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -193,11 +201,12 @@ class GPT(nn.Module):
     def answer_losses(self, rows: list[tuple[Tensor, int]]) -> Tensor:
         """For each row, tokens (T,) of which the last so many are the answer, the sum of the losses
         of the answer's tokens: (len(rows),). The head sees these positions alone, and of a row too
-        long for the network the beginning is left out, and what nothing is before has no loss."""
+        long for the network the beginning is left out. A first token has no loss."""
         rows = [(tokens[-self.config.seq_len - 1 :], count) for tokens, count in rows]
         rows = [(tokens, min(count, len(tokens) - 1)) for tokens, count in rows]
         idx = nn.utils.rnn.pad_sequence([t[:-1] for t, _ in rows], batch_first=True)  # (B, T)
-        x = self.features(idx)
+        with sdpa_kernel(ANY_SHAPE):
+            x = self.features(idx)
         x = torch.cat([x[b, len(t) - 1 - n : len(t) - 1] for b, (t, n) in enumerate(rows)])
         targets = torch.cat([t[len(t) - n :] for t, n in rows])
         losses = F.cross_entropy(self.head(x).float(), targets, reduction="none")
@@ -213,7 +222,8 @@ class GPT(nn.Module):
         cache, past = {}, 0
         new = idx[:, -self.config.seq_len :]
         while True:
-            x = self.features(new, cache, past)[:, -1]  # (B, C)
+            with sdpa_kernel(ANY_SHAPE):
+                x = self.features(new, cache, past)[:, -1]  # (B, C)
             past += new.shape[1]
             logits = self.head(x)[:, : self.config.vocab_size].float()
             new = pick(logits, rng, temperature, top_k, top_p)
@@ -251,9 +261,10 @@ def pick(
     if not temperature:
         return logits.argmax(dim=-1, keepdim=True)
     top, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # falling
-    probs = (top / temperature).softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs  # the share of the likelier ones
-    probs = probs.masked_fill(before >= top_p, 0) if top_p < 1 else probs
+    probs = ((top - top[:, :1]) / temperature).softmax(dim=-1)
+    if top_p < 1:
+        before = probs.cumsum(dim=-1) - probs  # the share of the likelier ones
+        probs[:, 1:].masked_fill_(before[:, 1:] >= top_p, 0)
     return ids.gather(1, torch.multinomial(probs, 1, generator=rng))
 
 
@@ -261,7 +272,7 @@ def pick(
 # Weights of others
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as (in, out)
-HF_SETTINGS = {  # what a config.json may say besides the shape; all that is left out is so
+HF_SETTINGS = {  # what a config.json may say besides the shape; left out, it is the first value
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
     "layer_norm_epsilon": (1e-5,),
@@ -279,65 +290,83 @@ class ForeignConfig:
     numbers can be read without running its code."""
 
 
-def read_shape(path: Path) -> GPTConfig:
+@dataclass(frozen=True)
+class Source:
+    """Weights on disk, and what is known of them."""
+
+    path: Path
+    shape: GPTConfig
+    tensors: Callable[[], dict[str, Tensor]]  # reads them
+    tokenizer: str  # "gpt2", "bytes" or "unknown"
+    flags: dict  # of the run that made them, if it was this program's
+
+    def weights(self, config: GPTConfig) -> dict[str, Tensor]:
+        """What GPT(config) loads; config may have fewer positions. Padded rows are 0. ValueError if
+        a tensor is missing, has another shape or is not finite."""
+        found = {re.sub(r"^(module\.|_orig_mod\.|transformer\.)+", "", name): tensor
+                 for name, tensor in self.tensors().items()}  # fmt: skip
+        found = {f"transformer.{name}": tensor for name, tensor in found.items()
+                 if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # masks  # fmt: skip
+        with torch.device("meta"):
+            plain = GPT(replace(self.shape, pad_vocab=False))
+        shapes = {name: p.shape for name, p in plain.named_parameters()}
+        if self.path.is_file() and "transformer.ln_f.bias" not in found:  # nanoGPT's bias=False
+            biases = {name: torch.zeros(size) for name, size in shapes.items() if "bias" in name}
+            found = biases | found
+        if wrong := {*found} - {*shapes, "transformer.lm_head.weight"}:
+            raise ValueError(f"{self.path} holds {min(wrong)}, which is not in its shape")
+        weights = {name: self.checked(found.get(name), name, size) for name, size in shapes.items()}
+        wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
+        wte = F.pad(wte, (0, 0, 0, config.num_rows - len(wte)))
+        ends = {"transformer.wte.weight": wte, "lm_head.weight": wte}
+        return weights | ends | {"transformer.wpe.weight": wpe[: config.seq_len]}
+
+    def checked(self, tensor: Tensor | None, name: str, size: torch.Size) -> Tensor:
+        """A tensor as it is here, float32."""
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise ValueError(f"{self.path} lacks {name}")
+        if name == "transformer.wte.weight" and self.path.is_file():
+            tensor = tensor[: size[0]]  # others keep the padding
+        if self.path.is_dir() and name.endswith(CONV1D) and tensor.dim() == 2:
+            tensor = tensor.t()
+        if tensor.shape != size:
+            shapes = f"{tuple(tensor.shape)}, not {tuple(size)}"
+            raise ValueError(f"{self.path}: {name} has the shape {shapes}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{self.path}: {name} holds numbers that are not finite")
+        return tensor.float()
+
+
+def read_source(path: Path) -> Source:
     """The network in path, a folder in Hugging Face's format or a checkpoint of nanoGPT, of
     build-nanogpt or of this project; ValueError if it is none, or no GPT-2."""
-    return hf_shape(path) if path.is_dir() else archive(path)[0]
-
-
-def read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
-    """What GPT(config) loads, from any path that read_shape knows; config may have fewer positions.
-    Padded rows are 0. ValueError if a tensor is missing, or has another shape."""
-    raw = hf_tensors(path) if path.is_dir() else archive(path)[1]
-    found = {plain_name(name): tensor for name, tensor in raw.items()}
-    weights, has_biases = {}, any(name.endswith(".bias") for name in found)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in GPT(config).named_parameters()}
-    for name, shape in shapes.items():
-        if not has_biases and name.endswith("bias"):  # nanoGPT's bias=False
-            found[name] = torch.zeros(shape)
-        if name not in found:
-            raise ValueError(f"{path} lacks {name}")
-        tensor = found[name].float()
-        if path.is_dir() and name.endswith(CONV1D):
-            tensor = tensor.t()
-        weights[name] = fit(tensor, name, config)
-        if weights[name].shape != shape:
-            size = f"{tuple(tensor.shape)}, not {tuple(shape)}"
-            raise ValueError(f"{path}: {name} has the shape {size}")
-    return weights | {"lm_head.weight": weights["transformer.wte.weight"]}
-
-
-def plain_name(name: str) -> str:
-    """The name of a tensor here: others have prefixes of torch.compile and DDP before it, and
-    Hugging Face's GPT2Model has none of its own."""
-    name = name.removeprefix("module.").removeprefix("_orig_mod.")
-    known = name.startswith(("transformer.", "lm_head."))
-    return name if known else f"transformer.{name}"
-
-
-def fit(tensor: Tensor, name: str, config: GPTConfig) -> Tensor:
-    """Embeddings with as many rows as the network has: the vocabulary's own and padding, and the
-    first positions."""
-    if name == "transformer.wpe.weight":
-        return tensor[: config.seq_len]
-    if name == "transformer.wte.weight":
-        return F.pad(tensor[: config.vocab_size], (0, 0, 0, config.num_rows - config.vocab_size))
-    return tensor
-
-
-def hf_shape(folder: Path) -> GPTConfig:
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shape = {ours: settings[theirs] for theirs, ours in HF_SHAPE.items()}
-        inner = settings.get("n_inner") or 4 * shape["n_embd"]
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / 'config.json'} is not GPT-2's: {error!r}") from None
-    for name, known in {**HF_SETTINGS, "n_inner": (4 * shape["n_embd"],)}.items():
-        value = inner if name == "n_inner" else settings.get(name, known[0])
-        if value not in known:
-            raise ValueError(f"{folder / 'config.json'}: {name} {value} is not supported")
-    return GPTConfig(**shape)
+        return hf_source(path) if path.is_dir() else archive(path)
+    except Exception as error:  # damaged bytes make any reader fail in any way
+        why = f"{path} is no GPT-2: {cause(error)}"
+    raise ValueError(why)
+
+
+def cause(error: Exception) -> str:
+    """One line; not PyTorch's advice to run the code in a file after all."""
+    text = (str(error) or repr(error)).splitlines()[0]
+    plain = text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+    return "it holds more than tensors" if "Weights only" in text else f"{plain:.200}"
+
+
+def tokenizer_of(vocab_size: int) -> str:
+    """By the ids: GPT-2's may have some more, for padding or for the ends of a chat."""
+    return "bytes" if vocab_size == 257 else "gpt2" if 50257 <= vocab_size <= 50432 else "unknown"
+
+
+def hf_source(folder: Path) -> Source:
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shape = GPTConfig(**{ours: settings[theirs] for theirs, ours in HF_SHAPE.items()})
+    for name, known in {**HF_SETTINGS, "n_inner": (None, 4 * shape.n_embd)}.items():
+        if settings.get(name, known[0]) not in known:
+            raise ValueError(f"config.json: {name} {settings[name]} is not supported")
+    tokenizer = tokenizer_of(shape.vocab_size)
+    return Source(folder, shape, lambda: hf_tensors(folder), tokenizer, {})
 
 
 def hf_tensors(folder: Path) -> dict[str, Tensor]:
@@ -349,13 +378,13 @@ def hf_tensors(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{folder} has no weights: none of {', '.join(names)}")
     try:
         if path.suffix != ".json":
-            return tensors_in(path)
+            return dict(tensors_in(path))
         files = {Path(name).name for name in json.loads(path.read_text())["weight_map"].values()}
         return {n: t for file in sorted(files) for n, t in tensors_in(folder / file).items()}
     except ImportError:
-        raise
-    except Exception as error:  # damaged bytes make any reader fail in any way
-        why = f"{path} can't be read: {str(error).splitlines()[0] if str(error) else error!r}"
+        why = f"{path} needs a library: pip install safetensors"
+    except Exception as error:  # as above
+        why = f"{path} can't be read: {cause(error)}"
     raise ValueError(why)
 
 
@@ -367,20 +396,24 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def archive(path: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """The shape and the tensors in a checkpoint: nanoGPT's, build-nanogpt's or ours."""
+def archive(path: Path) -> Source:
+    """A checkpoint: nanoGPT's, build-nanogpt's or ours."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError("not written by torch.save")
     stand_in = [(ForeignConfig, "__main__.GPTConfig"), (ForeignConfig, "model.GPTConfig")]
-    try:
-        with torch.serialization.safe_globals(stand_in):
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        settings = saved.get("identity") or saved.get("model_args") or vars(saved["config"])
-        shape = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
-        shape["seq_len"] = settings.get("block_size", shape.get("seq_len"))
-        rows = shape["vocab_size"]  # the others' default is 50304, padded
-        return GPTConfig(**shape | {"vocab_size": 50257 if rows == 50304 else rows}), saved["model"]
-    except Exception as error:  # as above
-        why = f"{path} is no checkpoint of GPT-2: {str(error).splitlines()[:1] or repr(error)}"
-    raise ValueError(why)
+    with torch.serialization.safe_globals(stand_in):
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    tensors = lambda: dict(saved["model"])  # noqa: E731
+    if "identity" in saved:
+        facts = saved["identity"]
+        shape = GPTConfig(**{f.name: facts[f.name] for f in fields(GPTConfig)})
+        return Source(path, shape, tensors, facts["tokenizer"], saved["config"])
+    settings = saved.get("model_args") or vars(saved["config"])
+    size = {name: settings[name] for name in ("n_layer", "n_head", "n_embd")}
+    rows = settings["vocab_size"]
+    vocab_size = 50257 if rows == 50304 else rows  # their default, padded
+    shape = GPTConfig(vocab_size, settings["block_size"], **size)
+    return Source(path, shape, tensors, tokenizer_of(vocab_size), {})
 
 
 def hf_weights(model: GPT) -> dict[str, Tensor]:
@@ -390,15 +423,10 @@ def hf_weights(model: GPT) -> dict[str, Tensor]:
     return {n: (p.t() if n.endswith(CONV1D) else p).contiguous() for n, p in weights.items()}
 
 
-def hf_config(config: GPTConfig) -> dict:
+def hf_config(config: GPTConfig, end_of_text: int | None) -> dict:
     """What config.json says of it."""
     shape = {theirs: asdict(config)[ours] for theirs, ours in HF_SHAPE.items()}
     settings = {name: values[0] for name, values in HF_SETTINGS.items()}
-    end = {"bos_token_id": config.vocab_size - 1, "eos_token_id": config.vocab_size - 1}
-    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    made = {
-        "architectures": ["GPT2LMHeadModel"],
-        "torch_dtype": "float32",
-        "initializer_range": 0.02,
-    }
-    return made | settings | shape | dropout | end
+    settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
+    return settings | shape | {"architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32"}

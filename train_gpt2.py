@@ -34,9 +34,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
-from typing import IO
+from tempfile import TemporaryDirectory
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ from dataloader import (
     vocab_files,
     whole_file,
 )
-from model import GPT, SHAPES, GPTConfig, hf_config, hf_weights, read_shape, read_weights
+from model import GPT, SHAPES, GPTConfig, Source, hf_config, hf_weights, read_source
 
 # --------------------------------------------------------------------------------------------------
 # Flags: each is declared once, here, with its type, default, unit and help
@@ -135,7 +136,9 @@ class TrainConfig:
         if 0 < self.warmup_steps >= self.steps:
             more = f"--warmup-steps {self.warmup_steps} must be less than --steps {self.steps}"
             raise ValueError(f"{more}: try --warmup-steps {self.steps // 5}")
-        most = math.inf if self.model == "nano" else SHAPES[self.model].seq_len
+        most = (
+            SHAPES[self.model].seq_len if self.model != "nano" and not self.init_from else math.inf
+        )
         if self.seq_len > most:
             more = f"--seq-len {self.seq_len} is more than the {most} positions of {self.model}"
             raise ValueError(f"{more}: try --seq-len {most}")
@@ -160,13 +163,16 @@ class TrainConfig:
 
 
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
+HF_TOKENIZER = {  # of GPT-2, as tokenizer_config.json says it
+    "tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024,
+} | dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")  # fmt: skip
 # What a resumed run may not change, what it may without a word, and what makes it differ in the
 # last bits; it may change all other flags and is told which
-FIXED = ("model", "init_from", "seed", "shuffle", *SHAPE_FLAGS)
-UNSEEN = ("data_dir", "out_dir", "resume", "eval_every", "eval_tokens", "save_every", "keep",
-          "check_every", "timeout_s", "hellaswag", "hellaswag_every", "sample_every", "num_samples",
-          "sample_tokens", "prompt", "temperature", "top_k", "top_p", "tensorboard", "eval_only",
-          "sample_only", "export")  # fmt: skip
+FIXED = ("model", "seed", "shuffle", *SHAPE_FLAGS)
+UNSEEN = ("data_dir", "out_dir", "resume", "init_from", "eval_every", "eval_tokens", "save_every",
+          "keep", "check_every", "timeout_s", "hellaswag", "hellaswag_every", "sample_every",
+          "num_samples", "sample_tokens", "prompt", "temperature", "top_k", "top_p", "tensorboard",
+          "eval_only", "sample_only", "export")  # fmt: skip
 ROUNDING = ("micro_batch_size", "tf32", "bf16", "compile", "flash", "fused", "deterministic")
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
@@ -222,14 +228,20 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     given = vars(
         make_parser().parse_args([re.sub(r"^(--[^=]+)=True$", r"\1", arg) for arg in plain])
     )
-    source = given.get("init_from", "")
+    for name in ("data_dir", "out_dir", "init_from", "hellaswag", "export"):
+        if given.get(name) == "":
+            raise ValueError(f"{spell(name)} is empty: name one, or leave it out")
+    if given.get("init_from") and given.get("resume") and given.get("out_dir"):
+        own = newest_checkpoint(Path(given["out_dir"]))  # a run that has begun needs no other
+        given["init_from"] = str(own or given["init_from"])
+    source = find_source(given["init_from"]) if given.get("init_from") else None
     model = given.get("model", "gpt2" if device_type == "cuda" or source else "nano")
     values = {"model": model} | recipe(model)
     if source:
         values |= shape_of(source, given)
     if device_type != "cuda" and model != "nano":
         values["eval_tokens"] = 8192  # half a minute of a CPU, not hours
-    if "data_dir" not in given:
+    if "data_dir" not in given and not source:
         values["prompt"] = "def "  # Python's own source
     steps = given.get("steps", values.get("steps", TrainConfig.steps))
     warmup_steps = values.get("warmup_steps", TrainConfig.warmup_steps)
@@ -237,43 +249,60 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     return TrainConfig(**values | given), set(given)
 
 
-def shape_of(source: str, given: dict) -> dict:
-    """The flags that the weights in source set, for finetuning them; ValueError if the command line
-    asks for another shape."""
-    shape = asdict(read_shape(find_source(source)))
+def shape_of(source: Source, given: dict) -> dict:
+    """The flags that other weights set, for finetuning them; ValueError if the command line asks
+    for another shape."""
+    shape = asdict(source.shape)
+    if "model" in given:
+        raise ValueError(
+            f"--model {given['model']}: the shape is that of --init-from; leave it out"
+        )
     for name in ("n_layer", "n_head", "n_embd"):
         if given.get(name, shape[name]) != shape[name]:
-            why = f"{spell(name)} {given[name]}: {source} has {shape[name]}"
+            why = f"{spell(name)} {given[name]}: {source.path} has {shape[name]}"
             raise ValueError(f"{why}; leave it out")
     if given.get("seq_len", 1) > shape["seq_len"]:
         why = f"--seq-len {given['seq_len']} is more than the {shape['seq_len']} positions"
-        raise ValueError(f"{why} of {source}: try --seq-len {shape['seq_len']}")
+        raise ValueError(f"{why} of {source.path}: try --seq-len {shape['seq_len']}")
     shape = {name: shape[name] for name in SHAPE_FLAGS if name != "pad_vocab"}
-    return shape | {"learning_rate": 3e-5, "batch_tokens": 32_768}  # nanoGPT's for finetuning
+    model = source.flags.get("model", "gpt2")
+    return shape | {"model": model, "learning_rate": 3e-5, "batch_tokens": 32_768}  # nanoGPT's
 
 
 @lru_cache
-def find_source(source: str) -> Path:
-    """The folder or checkpoint of --init-from; a name that is none is looked for on the hub."""
-    path = Path(source)
+def find_source(name: str) -> Source:
+    """The weights of --init-from; a name that is neither folder nor file is one on the hub."""
+    path = Path(name)
     if path.is_dir() and (newest := newest_checkpoint(path)):
-        return newest
-    if zipfile.is_zipfile(path):  # as torch.save writes it
-        check_archive(path)
-    if path.exists():
-        return path
+        path = newest
+    if name in ("resume", "scratch"):
+        raise ValueError(f"--init-from {name}: write --resume to go on, or neither to start")
+    if not path.exists():
+        path = downloaded(name)
+    try:
+        if zipfile.is_zipfile(path):  # as torch.save writes it
+            check_archive(path)
+        return read_source(path.parent if path.suffix == ".safetensors" else path)
+    except ValueError as error:
+        raise ValueError(f"--init-from {name}: {error}") from None
+
+
+def downloaded(name: str) -> Path:
+    """The folder of a model on the Hugging Face hub; ValueError with the cure if there is none."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
 
         wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-        return Path(snapshot_download(source, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except ImportError:
         why = "no such folder; to download it: pip install huggingface_hub"
     except (HfHubHTTPError, OSError, ValueError) as error:
-        why = f"no such folder, and it can't be downloaded ({str(error).splitlines()[0]:.200})"
-    cure = f"hf download {source} --local-dir {source.replace('/', '-')}, where there is a network"
-    raise ValueError(f"--init-from {source}: {why}; or {cure}")
+        why = (
+            f"no such folder, and it can't be downloaded ({str(error).partition(chr(10))[0]:.200})"
+        )
+    cure = f"hf download {name} --local-dir {name.replace('/', '-')}, where there is a network"
+    raise ValueError(f"--init-from {name}: {why}; or {cure}")
 
 
 def why_off(config: TrainConfig, given: set[str], device: torch.device) -> dict[str, str]:
@@ -580,7 +609,12 @@ def check_identity(saved: dict, wanted: dict, out_dir: Path):
 # --------------------------------------------------------------------------------------------------
 # Optimization, and what is measured beside it
 
-Codec = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
+
+class Codec(NamedTuple):
+    """Between text and ids."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[int], bytes]  # of one id
 
 
 def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
@@ -672,7 +706,7 @@ def train_step(
     device, num_micro = world.device, config.num_micro(world.size)
     if config.dropout:  # each step and rank its own random numbers: there is no state to save
         key = np.random.SeedSequence([config.seed, state.step, world.rank])
-        torch.manual_seed(int(key.generate_state(1)[0]))
+        torch.manual_seed(int(key.generate_state(1, np.uint64)[0]))
     loss_sum, bad = torch.zeros((), device=device), torch.zeros(world.size, device=device)
     for micro_step in range(num_micro):
         world.note(f"micro-step {micro_step + 1} of step {state.step + 1}")
@@ -779,26 +813,24 @@ def choice_losses(
 
 
 def answer(
-    model: GPT, examples: list[Example], both: Codec | None, config: TrainConfig, world: World
+    model: GPT, examples: list[Example], text: Codec | None, config: TrainConfig, world: World
 ) -> dict[str, float]:
     """The shares of the examples whose likeliest choice is the right one: by the sum of its tokens'
     log-probabilities (acc), by their mean, as in llm.c (acc_norm), and by the sum over the number
     of characters, as in the lm-evaluation-harness (acc_norm_chars, where there is a vocabulary).
     Each rank takes its share of the examples."""
     mine = range(world.rank, len(examples), world.size)
-    right = {name: 0 for name in ("acc", "acc_norm", *(["acc_norm_chars"] if both else []))}
+    sizes = {"acc": lambda choice: 1, "acc_norm": len}
+    if text:  # less the space before it
+        sizes["acc_norm_chars"] = lambda choice: max(
+            1, len(b"".join(map(text.decode, choice.tolist())).decode("utf-8", "replace")) - 1
+        )
+    right = dict.fromkeys(sizes, 0.0)
     for i, losses in zip(mine, choice_losses(model, examples, mine, config, world), strict=True):
-        choices = examples[i].choices
-        texts = [both and b"".join(map(both[1], choice.tolist())) for choice in choices]
-        sizes = {
-            "acc": np.ones(len(choices)),
-            "acc_norm": np.array([len(choice) for choice in choices]),
-            "acc_norm_chars": np.array([both and len(t.decode("utf-8", "replace")) - 1 or 1
-                                        for t in texts]),  # less the space before it
-        }  # fmt: skip
-        for name in right:
-            right[name] += int((losses / sizes[name]).argmin() == examples[i].label)
-    counts = [torch.tensor(float(count), device=world.device) for count in right.values()]
+        for name, size in sizes.items():
+            norms = [size(choice) for choice in examples[i].choices]
+            right[name] += int((losses / norms).argmin()) == examples[i].label
+    counts = [torch.tensor(count, device=world.device) for count in right.values()]
     return {n: c / len(examples) for n, c in zip(right, world.sum(counts), strict=True)}
 
 
@@ -850,9 +882,6 @@ def make_log(config: TrainConfig, is_main: bool) -> Callable:
     if file and torn:
         file.write("\n")
 
-    if sys.stdout:  # a sample may hold what a terminal can't show
-        sys.stdout.reconfigure(errors="replace")
-
     def log(text: str, **record):
         if file:
             show(text)
@@ -861,7 +890,8 @@ def make_log(config: TrainConfig, is_main: bool) -> Callable:
         for name, value in record.items() if board and "step" in record else ():
             if isinstance(value, float):
                 board.add_scalar(name, value, record["step"])
-                board.flush()
+        if board:
+            board.flush()
 
     return log
 
@@ -875,10 +905,10 @@ def tensorboard() -> type:
     return SummaryWriter
 
 
-def show(text: str):
+def show(text: str, end: str = "\n"):
     """Print, as long as there is somebody to read it."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -904,17 +934,28 @@ def prepare_own_source(tokenizer: str) -> Path:
 
 def open_data(config: TrainConfig) -> tuple[TokenFolder, GPTConfig]:
     """The data, and the network over its vocabulary; ValueError if an id is beyond it."""
-    as_bytes = config.model == "nano" or missing_vocab()
+    source = find_source(config.init_from) if config.init_from else None
+    as_bytes = source.tokenizer == "bytes" if source else config.model == "nano" or missing_vocab()
     data = open_folder(Path(config.data_dir or prepare_own_source("bytes" if as_bytes else "gpt2")))
     for shards in (data.train, data.val):
         ShardLoader(shards, 1, config.seq_len)  # raises if no shard holds a sequence
     vocab_size = SHAPES[config.model].vocab_size
-    if config.init_from:
-        vocab_size = read_shape(find_source(config.init_from)).vocab_size
+    if source:
+        vocab_size = source.shape.vocab_size
+        check_tokenizer(data, source.tokenizer, config)
     elif config.model == "nano":
         vocab_size = VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
     check_ids(data, vocab_size)
     return data, config.shape(vocab_size)
+
+
+def check_tokenizer(data: TokenFolder, wanted: str, config: TrainConfig):
+    """ValueError if the weights know other tokens than the data has."""
+    if {data.tokenizer, wanted} == {"bytes", "gpt2"}:
+        why = (
+            f"--data-dir {config.data_dir} holds {data.tokenizer} tokens, the weights know {wanted}"
+        )
+        raise ValueError(f"{why}: prepare the data with --tokenizer {wanted}")
 
 
 def check_ids(data: TokenFolder, vocab_size: int):
@@ -931,7 +972,9 @@ def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
     examples = read_examples(Path(path)) if path else []
     ids = [int(part.max()) for example in examples for part in (example.context, *example.choices)]
     largest = max(ids, default=0)
-    if largest >= vocab_size or (examples and tokenizer == "gpt2" and largest < 256):
+    if largest >= min(vocab_size, VOCAB_SIZES.get(tokenizer, vocab_size)) or (
+        examples and tokenizer == "gpt2" and largest < 256
+    ):
         why = f"--hellaswag {path}: its largest token is {largest}, the data's are of {tokenizer}"
         raise ValueError(f"{why}; write it again with --tokenizer {tokenizer}")
     return examples
@@ -989,45 +1032,58 @@ def environment(world: World) -> dict:
 
 
 def codec(tokenizer: str) -> Codec | None:
-    """From text to ids, and from an id to its bytes; None where this machine lacks what that
-    takes."""
+    """None where this machine lacks what it takes."""
     if tokenizer == "bytes":
-        return str.encode, lambda i: bytes([i] if i < 256 else [])
+        return Codec(str.encode, lambda i: bytes([i]) if i < 256 else b"<|endoftext|>")
     if tokenizer != "gpt2" or missing_vocab():
         return None
     try:
         import tiktoken
     except ImportError:
         return None
-    encoding = tiktoken.get_encoding("gpt2")
-    return encoding.encode_ordinary, encoding.decode_single_token_bytes
+    gpt2 = tiktoken.get_encoding("gpt2")
+    return Codec(gpt2.encode_ordinary, lambda i: gpt2.decode_bytes([i]) if i < 50257 else b"")
 
 
-def stream(model: GPT, tokenizer: str, config: TrainConfig, number: int = 0) -> Iterator[str]:
+def stream(
+    model: GPT, tokenizer: str, config: TrainConfig, world: World, number: int
+) -> Iterator[str]:
     """Sample number of a model, piece by piece: the prompt and what it goes on with, from the same
     random numbers each time."""
-    device, both = model.lm_head.weight.device, codec(tokenizer)
-    end_of_text = VOCAB_SIZES.get(tokenizer, 1) - 1  # where each document begins
-    ids = list(both[0](config.prompt)) if both and config.prompt else [end_of_text]
-    rng = torch.Generator(device).manual_seed(config.seed + number)
-    how = config.temperature, config.top_k, config.top_p
+    text, device = codec(tokenizer), world.device
+    end_of_text = min(VOCAB_SIZES.get(tokenizer, 1), model.config.vocab_size) - 1  # before each
+    ids = list(text.encode(config.prompt)) if text and config.prompt else [end_of_text]
+    seed = np.random.SeedSequence([config.seed, number]).generate_state(1, np.uint64)[0]
+    rng = torch.Generator(device).manual_seed(int(seed))
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may be half a character
-    yield config.prompt if both else "no vocabulary here for --prompt, nor to read this: "
-    with autocast(config, device):
-        tokens = model.generate(torch.tensor([ids], device=device), rng, *how)
-        for i in map(int, islice(tokens, config.sample_tokens)):
-            yield decoder.decode(both[1](i) if i != end_of_text else b"") if both else f"{i} "
+    yield config.prompt if text else "no vocabulary here for --prompt, nor to read this: "
+    how = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+    tokens = model.generate(torch.tensor([ids], device=device), rng, **how)
+    for _ in range(config.sample_tokens):
+        world.note("a sample")
+        with autocast(config, device):  # not around the yield: whoever reads this goes on in it
+            i = int(next(tokens))
+        yield decoder.decode(text.decode(i)) if text else f"{i} "
     yield decoder.decode(b"", final=True)
 
 
 def sample(run: Run) -> str:
     """The run's samples, as one text."""
-    model, tokenizer, config = run.state.model, run.data.tokenizer, run.config
-    run.world.note("a sample")
+    model, config = run.state.model, run.config
     model.train(not config.dropout)
-    texts = ["".join(stream(model, tokenizer, config, n)) for n in range(config.num_samples)]
+    texts = ["".join(stream(model, run.data.tokenizer, config, run.world, n))
+             for n in range(config.num_samples)]  # fmt: skip
     model.train()
     return "\n---\n".join(texts)
+
+
+def newest_state(out_dir: Path, world: World) -> dict | None:
+    """What the newest good checkpoint holds, if there is any checkpoint; exit 7 if none is good."""
+    path = world.from_main(lambda: newest_checkpoint(out_dir))
+    if not path and checkpoints(out_dir):
+        why = f"error: --resume: no good checkpoint in {out_dir}"
+        raise SystemExit(fail(7, why, world.is_main))
+    return read_checkpoint(path) if path else None
 
 
 def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
@@ -1042,21 +1098,19 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     data, shape = world.from_main(lambda: open_data(config))
     examples = open_examples(config.hellaswag, shape.vocab_size, data.tokenizer)
     world.agree({"the beginning of each shard": beginnings(data)})
-    path = world.from_main(lambda: newest_checkpoint(out_dir)) if config.resume else None
-    if config.resume and not path and checkpoints(out_dir):
-        why = f"error: --resume: no good checkpoint in {out_dir}"
-        raise SystemExit(fail(7, why, world.is_main))
-    saved = read_checkpoint(path) if path else None
+    saved = newest_state(out_dir, world) if config.resume else None
     if saved:
         check_identity(saved["identity"], identity(config, shape, data), out_dir)
         if saved["step"] >= config.steps:
             return None
+    is_source = config.init_from and not saved
+    weights = find_source(config.init_from).weights(shape) if is_source else None
     off = why_off(config, given, world.device)
     config = replace(config, out_dir=str(out_dir), **{name: False for name in off})
     held = []  # for as long as this process lives
     world.from_main(lambda: held.append(take(out_dir, config, shape)))
     world.note("compiling and warming up")
-    run = build(config, world, data, shape, fresh=not saved)
+    run = build(config, world, data, shape, weights)
     run.held, run.examples = held, examples
     log_start(run, given, off)
     warm_up(run.net, run.config, world, shape.vocab_size)
@@ -1066,63 +1120,57 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     return run
 
 
-def known_model(config: TrainConfig, world: World) -> tuple[GPT, dict]:
-    """The network of --resume or --init-from, and what is known of it: where it is from, its
-    tokenizer and, of a run, its step and flags. ValueError if there is none."""
+def use_weights(config: TrainConfig, given: set[str], world: World) -> int:
+    """--eval-only, --sample-only and --export: show what weights are worth, train nothing."""
+    name = config.init_from
     if config.resume:
-        out_dir = choose_out_dir(config)
-        if not (path := newest_checkpoint(out_dir)):
-            raise ValueError(f"--resume: no good checkpoint in {out_dir}: name a run by --out-dir")
-        saved = read_checkpoint(path)
-        shape = GPTConfig(**{f.name: saved["identity"][f.name] for f in fields(GPTConfig)})
-        weights, facts = saved["model"], {"flags": saved["config"], "step": saved["step"]}
-        facts |= {"from": str(path), "tokenizer": saved["identity"]["tokenizer"]}
-    elif config.init_from:
-        shape = read_shape(source := find_source(config.init_from))
-        weights, sizes = read_weights(source, shape), {n: t for t, n in VOCAB_SIZES.items()}
-        facts = {"from": config.init_from, "tokenizer": sizes.get(shape.vocab_size, "unknown")}
-    else:
+        name = str(world.from_main(lambda: newest_checkpoint(choose_out_dir(config))) or "")
+        if not name:
+            raise ValueError(
+                f"--resume: no good checkpoint in {choose_out_dir(config)}: --out-dir?"
+            )
+    if not name:
         raise ValueError("whose weights? Add --resume, with --out-dir, or --init-from")
-    model = GPT(shape, config.flash)
-    model.load_state_dict(weights)
-    return model.to(world.device).eval(), facts
-
-
-def use(config: TrainConfig, given: set[str], world: World) -> int:
-    """--eval-only, --sample-only and --export: show what a network is worth, train nothing."""
-    model, facts = known_model(config, world)
-    if "flags" in facts:  # the run's own, but for those that are given
-        own = {"micro_batch_size": 0} | {name: getattr(config, name) for name in given}
-        config = TrainConfig(**facts["flags"] | own)
-    else:
-        off = why_off(replace(config, compile=False), given - {"compile"}, world.device)
-        config = replace(config, **{name: False for name in off})
+    source = find_source(name)
+    own = {n: v for n, v in source.flags.items() if n not in UNSEEN} if config.resume else {}
+    own |= {n: source.flags[n] for n in ("data_dir", "eval_tokens", "prompt") if config.resume}
+    own |= {n: getattr(config, n) for n in given} | {"compile": False}
+    config = replace(config, **own)
+    off = why_off(config, given - {"compile"}, world.device)
+    config = replace(config, init_from=name, **{n: False for n in off})
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    model = GPT(source.shape, config.flash)
+    model.load_state_dict(source.weights(source.shape))
+    model.to(world.device).eval()
     if config.export:
-        world.from_main(partial(export, model, facts, Path(config.export)))
+        world.from_main(partial(export, model, source, Path(config.export)))
     if config.eval_only:
-        evaluate_only(model, config, world)
+        evaluate_only(model, source, config, world)
     for number in range(config.num_samples if config.sample_only and world.is_main else 0):
-        for text in stream(model, facts["tokenizer"], config, number):
-            print(text, end="", flush=True)
-        print("\n---" if number + 1 < config.num_samples else "")
+        for text in stream(model, source.tokenizer, config, world, number):
+            show(text, end="")
+        show("\n---" if number + 1 < config.num_samples else "")
     return 0
 
 
-def evaluate_only(model: GPT, config: TrainConfig, world: World):
-    data, shape = open_data(config)[0], model.config
-    check_ids(data, shape.vocab_size)
-    B = config.micro_batch_size or max(1, 4096 // shape.seq_len)
+def evaluate_only(model: GPT, source: Source, config: TrainConfig, world: World):
+    shape = source.shape
+    config = replace(config, seq_len=shape.seq_len, model=source.flags.get("model", "gpt2"))
+    data = world.from_main(lambda: open_data(config))[0]
+    examples = open_examples(config.hellaswag, shape.vocab_size, data.tokenizer)
+    B = max(1, 4096 // shape.seq_len)
     loader = ShardLoader(data.val, B, shape.seq_len, world.rank, world.size)
     figures = validation(evaluate(model, model, loader, config, world), data)
-    if world.is_main:
-        show(f"validation: {in_words(figures)}")
-    if examples := open_examples(config.hellaswag, shape.vocab_size, data.tokenizer):
+    count = min(config.eval_tokens, len(loader) * shape.seq_len)
+    texts = [f"{source.path}, {count:,} validation tokens: {in_words(figures)}"]
+    if examples:
         figures = answer(model, examples, codec(data.tokenizer), config, world)
-        if world.is_main:
-            show(f"{len(examples):,} questions: {in_words(figures)}")
+        texts.append(f"{len(examples):,} questions: {in_words(figures)}")
+    if world.is_main:
+        show("\n".join(texts))
 
 
-def export(model: GPT, facts: dict, folder: Path):
+def export(model: GPT, source: Source, folder: Path):
     """Write a network in Hugging Face's format; OSError if the folder is there."""
     try:
         from safetensors.torch import save_file
@@ -1130,34 +1178,40 @@ def export(model: GPT, facts: dict, folder: Path):
         raise ValueError("--export needs a library: pip install safetensors") from None
     if folder.exists():
         raise FileExistsError(f"--export {folder} exists: name a new folder")
-    new = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(new, ignore_errors=True)  # of a process that died
-    new.mkdir(parents=True)
-    settings = hf_config(model.config)
-    ends = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
-    texts = {"config.json": json.dumps(settings, indent=2), "README.md": card(facts, folder.name),
-             "generation_config.json": json.dumps(ends, indent=2)}  # fmt: skip
-    if facts["tokenizer"] == "gpt2" and not missing_vocab():
-        for path, name in zip(vocab_files(), ("merges.txt", "vocab.json"), strict=True):
-            shutil.copy(path, new / name)
-        end = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-        texts["tokenizer_config.json"] = json.dumps(
-            {"tokenizer_class": "GPT2Tokenizer", "model_max_length": model.config.seq_len} | end
-        )
-    for name, text in texts.items():
-        (new / name).write_text(text + "\n", encoding="utf-8")
-    save_file(hf_weights(model), new / "model.safetensors", {"format": "pt"})
-    os.rename(new, folder)
-    print(f"wrote {folder}: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    end_of_text = VOCAB_SIZES[source.tokenizer] - 1 if source.tokenizer in VOCAB_SIZES else None
+    settings = hf_config(model.config, end_of_text)
+    tokens = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
+    texts = {"config.json": settings, "generation_config.json": tokens}
+    texts = {name: json.dumps(content, indent=2) for name, content in texts.items()}
+    texts["README.md"] = card(source, folder.name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as unfinished:
+        new = Path(unfinished, folder.name)
+        new.mkdir()
+        if source.tokenizer == "gpt2" and not missing_vocab():
+            for path, name in zip(vocab_files(), ("merges.txt", "vocab.json"), strict=True):
+                shutil.copy(path, new / name)
+            texts["tokenizer_config.json"] = json.dumps(HF_TOKENIZER)
+        for name, text in texts.items():
+            (new / name).write_text(text + "\n", encoding="utf-8")
+        try:
+            save_file(hf_weights(model), new / "model.safetensors", {"format": "pt"})
+        except Exception as error:  # safetensors has its own
+            raise OSError(f"--export {folder} can't be written: {error}") from None
+        os.rename(new, folder)
+    show(f"wrote {folder}: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
-def card(facts: dict, name: str) -> str:
+def card(source: Source, name: str) -> str:
     """The README of an exported network, with its run's last figures."""
-    lines = [f"# {name}", "", f"GPT-2, trained with train_gpt2.py, from {facts['from']}.", ""]
+    lines = [f"# {name}", "", f"GPT-2, written by train_gpt2.py from {source.path}.", ""]
+    if source.tokenizer == "bytes":
+        lines += ["Its tokens are the bytes of the text, 0 to 255; 256 comes before each text.", ""]
     wanted = ("loss", "val_loss", "perplexity", "bits_per_byte", "hellaswag_acc_norm")
-    last = {}
-    for record in read_log(Path(facts["from"]).parent) if "step" in facts else ():
-        if record.get("step", math.inf) <= facts["step"]:
+    is_run = source.path in checkpoints(source.path.parent)
+    step, last = int(source.path.stem[11:]) if is_run else 0, {}
+    for record in read_log(source.path.parent) if is_run else ():
+        if record.get("step", math.inf) <= step:
             last |= {n: (record["step"], record[n]) for n in wanted if record.get(n) is not None}
     lines += ["| figure | step | value |", "|---|--:|--:|"] if last else []
     lines += [f"| {n} | {step:,} | {value:.4f} |" for n, (step, value) in last.items()]
@@ -1197,12 +1251,12 @@ def take(out_dir: Path, config: TrainConfig, shape: GPTConfig) -> IO:
 
 
 def build(
-    config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig, fresh: bool
+    config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig, weights: dict | None
 ) -> Run:
     """The network and everything around it, in the state before the first step."""
     model = GPT(shape, config.flash, config.seed, config.dropout)
-    if config.init_from and fresh:
-        model.load_state_dict(read_weights(find_source(config.init_from), shape))
+    if weights:
+        model.load_state_dict(weights)
     model.to(world.device)
     net = speed_up(model, config, world)
     if not config.micro_batch_size:
@@ -1351,12 +1405,12 @@ def train(run: Run) -> int:
                 world.note(f"a save after step {state.step}")
                 world.from_main(partial(save, run, stop or state.step == config.steps))
             if stop and state.step < config.steps:
-                run.log(f"stopped by a signal after step {state.step}; go on with --resume"
-                        f" --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
+                run.log(f"stopped by a signal after step {state.step}; go on with the same command,"
+                        f" --resume --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
                 return 3
             if due(state.step, config.eval_every, config.steps):
                 validate(run)
-            if due(state.step, config.sample_every, config.steps) and world.is_main:
+            if due(state.step, config.sample_every, config.steps):
                 text = sample(run)
                 run.log(f"sample after step {state.step}:\n{text}", step=state.step, sample=text)
             if run.examples and due(state.step, config.hellaswag_every, config.steps):
@@ -1478,6 +1532,8 @@ def draw_loss(out_dir: Path):
 
 def main(argv: list[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
+    if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
+        sys.stdout.reconfigure(errors="replace")
     for name in ("SIGTERM", "SIGUSR1"):  # until the first step, as Ctrl-C
         with suppress(AttributeError, ValueError):  # on Windows; not in the main thread
             signal.signal(getattr(signal, name), signal.default_int_handler)
@@ -1487,7 +1543,7 @@ def main(argv: list[str] | None = None) -> int:
         with Watchdog(config.timeout_s, world) as watchdog, process_group(world):
             world = replace(world, note=watchdog.note)
             if config.eval_only or config.sample_only or config.export:
-                return use(config, given, world)
+                return use_weights(config, given, world)
             return set_up_and_train(config, given, world)
     except (OSError, ValueError) as error:
         return fail(2, f"error: {error}", is_main or not agreed(error))
@@ -1500,7 +1556,7 @@ def main(argv: list[str] | None = None) -> int:
 def set_up_and_train(config: TrainConfig, given: set[str], world: World) -> int:
     run = set_up(config, given, world)
     if run is None:
-        return fail(0, f"already complete: step {config.steps} is saved", world.is_main)
+        return fail(0, f"already complete: --steps {config.steps} are done", world.is_main)
     try:
         return train(run)
     except ValueError as error:

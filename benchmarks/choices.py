@@ -43,18 +43,23 @@ def seconds(function, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def measure(args: argparse.Namespace) -> dict:
+def network() -> tuple[GPT, train_gpt2.TrainConfig, train_gpt2.World]:
+    """As train_gpt2.py has it on this machine."""
     world = train_gpt2.find_world({}, torch.cuda.device_count())
-    config, given = train_gpt2.parse_args(["--model", args.model], world.device.type)
+    config, given = train_gpt2.parse_args(["--model", "gpt2"], world.device.type)
     off = train_gpt2.why_off(replace(config, compile=False), given, world.device)
-    config = replace(config, compile=False, **{name: False for name in off if name != "compile"})
+    config = replace(config, **{name: False for name in off} | {"compile": False})
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    model = GPT(SHAPES[args.model], config.flash).to(world.device).eval()
-    examples = random_examples(args.examples, model.config.vocab_size)
+    return GPT(SHAPES["gpt2"], config.flash).to(world.device).eval(), config, world
+
+
+def measure(num_examples: int, rounds: int) -> dict:
+    model, config, world = network()
+    examples = random_examples(num_examples, model.config.vocab_size)
     shapes, features = [], model.features
 
     def ask():
-        train_gpt2.choice_losses(model, examples, range(len(examples)), config, world)
+        train_gpt2.choice_losses(model, examples, range(num_examples), config, world)
 
     def noted(idx):
         shapes.append(idx.shape)
@@ -70,25 +75,22 @@ def measure(args: argparse.Namespace) -> dict:
     ask()  # warms up, and notes the shapes
     model.features = features
     forward()
-    times = {"questions": [], "forward": []}
-    for _ in range(args.rounds):
-        times["questions"].append(seconds(ask, world.device))
-        times["forward"].append(seconds(forward, world.device))
-    medians = {name: median(values) for name, values in times.items()}
+    pairs = [(seconds(ask, world.device), seconds(forward, world.device)) for _ in range(rounds)]
+    questions, passes = (median(times) for times in zip(*pairs, strict=True))
     return {
-        "settings": vars(args), "environment": machine.environment(train_gpt2.environment(world)),
-        "bf16": config.bf16, "padded_tokens": sum(shape.numel() for shape in shapes), "s": times,
-        "examples_per_s": args.examples / medians["questions"],
-        "ratio": medians["questions"] / medians["forward"],
+        "examples": num_examples, "bf16": config.bf16, "questions_and_forward_s": pairs,
+        "padded_tokens": sum(shape.numel() for shape in shapes),
+        "examples_per_s": num_examples / questions, "ratio": questions / passes,
+        "environment": machine.environment(train_gpt2.environment(world)),
     }  # fmt: skip
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=list(SHAPES), default="gpt2")
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    content = measure(parser.parse_args())
+    args = parser.parse_args()
+    content = measure(args.examples, args.rounds)
     path = machine.results_path("choices", content["environment"]["device_name"])
     machine.save(path, content)
     print(

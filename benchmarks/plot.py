@@ -100,6 +100,8 @@ def load_references(name: str = "") -> list[dict]:
 
 def why_none(run: Run) -> str:
     """Why no reference is like a run; nothing if some are."""
+    if run.flags.get("init_from"):
+        return "it began with the weights of another"
     model, layers, width = (run.flags[name] for name in ("model", "n_layer", "n_embd"))
     if (model, layers, width) != ("gpt2", 12, 768):
         return f"the references are GPT-2 124M, this is {model}: {layers} layers, {width} channels"

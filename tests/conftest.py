@@ -64,6 +64,12 @@ def flags(**changes) -> list[str]:
     return line
 
 
+@pytest.fixture(autouse=True)
+def no_source_is_remembered():
+    """By a name that is another folder's in the next test."""
+    train_gpt2.find_source.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory) -> Path:
     return make_data(tmp_path_factory.mktemp("data"))

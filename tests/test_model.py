@@ -161,6 +161,8 @@ def test_pick_draws_by_temperature_top_k_and_top_p():
         (1.0, 2, 1.0): torch.tensor([5, 2, 0, 0, 0]) / 7,
         (1.0, 0, 0.6): torch.tensor([5, 2, 0, 0, 0]) / 7,
         (1.0, 0, 0.1): torch.eye(5)[0],
+        (1.0, 0, 0.0): torch.eye(5)[0],
+        (1e-40, 0, 1.0): torch.eye(5)[0],
         (1.0, 3, 0.9): torch.tensor([50, 20, 15, 0, 0]) / 85,
     }.items():
         assert_close(shares(*settings), expected, rtol=0, atol=0.015)
@@ -300,9 +302,10 @@ def random_gpt(config: GPTConfig):
 
 
 def loaded(path: Path, **changes) -> GPT:
-    config = dataclasses.replace(model_file.read_shape(path), **changes)
+    source = model_file.read_source(path)
+    config = dataclasses.replace(source.shape, **changes)
     model = GPT(config)
-    model.load_state_dict(model_file.read_weights(path, config))
+    model.load_state_dict(source.weights(config))
     return model.eval()
 
 
@@ -340,7 +343,7 @@ def test_the_whole_124m_goes_to_hugging_face_and_back_bit_for_bit(tmp_path):
     save_file(
         model_file.hf_weights(model), tmp_path / "ours" / "model.safetensors", {"format": "pt"}
     )
-    settings = model_file.hf_config(model.config)
+    settings = model_file.hf_config(model.config, 50256)
     (tmp_path / "ours" / "config.json").write_text(json.dumps(settings))
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     for (name, p), (_, q) in zip(back.named_parameters(), oracle.named_parameters(), strict=True):
@@ -348,8 +351,8 @@ def test_the_whole_124m_goes_to_hugging_face_and_back_bit_for_bit(tmp_path):
 
 
 def test_the_config_that_goes_out_is_the_one_that_comes_in(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(model_file.hf_config(small("gpt2"))))
-    assert model_file.read_shape(tmp_path) == small("gpt2")
+    (tmp_path / "config.json").write_text(json.dumps(model_file.hf_config(small("gpt2"), None)))
+    assert model_file.read_source(tmp_path).shape == small("gpt2")
 
 
 def test_a_model_without_prefix_or_in_a_pickle_file_loads_too(tmp_path):
@@ -375,7 +378,9 @@ def test_padding_and_fewer_positions_change_no_loss(tmp_path):
 
 def nanogpt_checkpoint(model: GPT, bias: bool) -> dict:
     """As nanoGPT saves a compiled model."""
-    state = {f"_orig_mod.{n}": p for n, p in model.state_dict().items() if bias or "bias" not in n}
+    state = {n: p for n, p in model.state_dict().items() if bias or "bias" not in n}
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()  # its mask
+    state = {f"_orig_mod.module.{name}": tensor for name, tensor in state.items()}
     c = model.config
     shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "bias": bias}
     args = shape | {"block_size": c.seq_len, "vocab_size": c.vocab_size, "dropout": 0.1}
@@ -460,8 +465,21 @@ BROKEN = {
         p, scale_attn_by_inverse_layer_idx=True),
     "model_type llama is not supported": lambda p: edit_config(p, model_type="llama"),
     "n_inner 99 is not supported": lambda p: edit_config(p, n_inner=99),
-    "config.json is not GPT-2's": lambda p: p.with_name("config.json").write_text("{"),
-    "config.json is not GPT-2's: ": lambda p: p.with_name("config.json").write_text("[]"),
+    "is no GPT-2: Expecting property": lambda p: p.with_name("config.json").write_text("{"),
+    "is no GPT-2: TypeError": lambda p: p.with_name("config.json").write_text("[]"),
+    "is no GPT-2: RecursionError": lambda p: p.with_name("config.json").write_text("[" * 200_000),
+    "ln_f.bias holds numbers that are not finite": lambda p: edit_tensors(
+        p, lambda t: t["transformer.ln_f.bias"].fill_(torch.nan)),
+    "holds transformer.h.1.attn.c_attn.bias, which is not in its shape": lambda p: edit_config(
+        p, n_layer=1),
+    "wpe.weight has the shape (16, 32), not (8, 32)": lambda p: edit_config(p, n_positions=8),
+    "wte.weight has the shape (99, 32), not (98, 32)": lambda p: edit_config(p, vocab_size=98),
+    "lacks transformer.h.0.ln_1.bias": lambda p: edit_tensors(
+        p, lambda t: [t.pop(name) for name in [*t] if name.endswith("bias")]),
+    "pytorch_model.bin can't be read: TypeError": lambda p: (
+        p.unlink(), torch.save(torch.ones(3), p.with_name("pytorch_model.bin"))),
+    "lacks transformer.wte.weight": lambda p: (
+        p.unlink(), torch.save({"wte.weight": [5]}, p.with_name("pytorch_model.bin"))),
     "n_embd 12.5": lambda p: edit_config(p, n_embd=12.5),
     "No such file": lambda p: p.with_name("config.json").unlink(),
 }  # fmt: skip
@@ -482,7 +500,7 @@ def test_a_broken_folder_is_one_line_and_runs_no_code(tmp_path, monkeypatch, mes
 @pytest.mark.parametrize("content", [b"", b"no archive", pickle.dumps({"model": 1})])
 def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path, content):
     (tmp_path / "ckpt.pt").write_bytes(content)
-    with pytest.raises(ValueError, match="ckpt.pt is no checkpoint of GPT-2: ") as error:
+    with pytest.raises(ValueError, match="ckpt.pt is no GPT-2: not written by torch.save") as error:
         loaded(tmp_path / "ckpt.pt")
     assert len(str(error.value).splitlines()) == 1
 

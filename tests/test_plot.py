@@ -98,6 +98,7 @@ def test_only_references_on_the_same_data_are_taken_if_the_folder_tells(tmp_path
     ({"model": "nano", "n_layer": 6, "n_embd": 192}, 8, "GPT-2 124M, this is nano: 6 layers"),
     ({}, 2.0, "this run's are bytes"),  # 2 bits are 1.39 nats
     ({"data_dir": ""}, 0.5, "Python's own source"),
+    ({"init_from": "gpt2"}, 0.5, "began with the weights of another"),
 ])  # fmt: skip
 def test_a_run_unlike_the_references_is_not_compared(tmp_path, flags, bits, said):
     records = [step(1, 2.0), validated(1, 1.386, bits_per_byte=bits)]

@@ -23,7 +23,7 @@ from conftest import digest, finish, flags, records, start_ranks, train, weights
 import dataloader
 import prepare_data
 import train_gpt2
-from model import GPT, SHAPES, GPTConfig, hf_config, hf_weights, read_shape, read_weights
+from model import GPT, SHAPES, GPTConfig, hf_config, hf_weights, read_source
 from train_gpt2 import TrainConfig, find_world, learning_rate, parse_args, read_checkpoint
 
 ROOT = Path(train_gpt2.__file__).parent
@@ -238,7 +238,7 @@ def test_a_complete_run_is_left_alone(whole, data_dir):
     out_dir = whole[1]
     before = {f.name: f.stat().st_mtime_ns for f in out_dir.iterdir()}
     code, _, err = train([*flags(data_dir=data_dir, out_dir=out_dir), "--resume"], out_dir.parent)
-    assert code == 0 and "already complete: step 12 is saved" in err
+    assert code == 0 and "already complete: --steps 12 are done" in err
     assert {f.name: f.stat().st_mtime_ns for f in out_dir.iterdir()} == before
 
 
@@ -386,7 +386,8 @@ def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, cap
     assert capsys.readouterr().out == records(out_dir, "sample")[12] + "\n"
     assert train_gpt2.main([*line, "--eval-only", "--eval-tokens=512"]) == 0
     out = capsys.readouterr().out
-    assert f"validation: loss {records(out_dir, 'val_loss')[12]:.4f}, perplexity" in out
+    loss = records(out_dir, "val_loss")[12]
+    assert f"checkpoint_000012.pt, 512 validation tokens: loss {loss:.4f}, perplexity" in out
     assert f"questions: acc {records(out_dir, 'hellaswag_acc')[12]:.4f}, acc norm" in out
     assert sorted(path.stat().st_mtime_ns for path in out_dir.iterdir()) == before
 
@@ -395,7 +396,9 @@ def test_an_exported_run_is_the_same_network_in_transformers(data_dir, tmp_path,
     transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
     out_dir = run(tmp_path, data_dir)
     monkeypatch.chdir(tmp_path)
+    Path("hf.tmp").mkdir()  # mine
     assert train_gpt2.main(["--resume", "--out-dir", str(out_dir), "--export", "hf"]) == 0
+    assert {*os.listdir()} == {"run", "hf", "hf.tmp", "rank0.out", "rank0.err"}
     oracle = transformers.AutoModelForCausalLM.from_pretrained("hf").eval()
     assert oracle.config.eos_token_id == 256
     saved = read_checkpoint(train_gpt2.checkpoints(out_dir)[0])
@@ -476,9 +479,9 @@ def test_choices_are_those_of_an_independent_scoring(tmp_path):
         choices.append(best["acc"])
         for name in right:
             right[name].append(best[name] == question["label"])
-    examples, shape = dataloader.read_examples(path), read_shape(tmp_path / "hf")
-    model = GPT(shape)
-    model.load_state_dict(read_weights(tmp_path / "hf", shape))
+    examples, source = dataloader.read_examples(path), read_source(tmp_path / "hf")
+    model = GPT(source.shape)
+    model.load_state_dict(source.weights(source.shape))
     config, world = TrainConfig(bf16=False, warmup_steps=1), train_gpt2.find_world({}, 0)
     ours = train_gpt2.choice_losses(model, examples, range(500), config, world)
     assert [losses.argmin() for losses in ours] == choices
@@ -522,6 +525,26 @@ def test_a_run_goes_on_from_the_weights_of_another(whole, data_dir, tmp_path):
         assert code == 0, err
         first = records(tmp_path / source.name / "run", "val_loss")[0]
         assert first == records(whole[1], "val_loss")[12]
+
+
+def test_a_finetuned_run_goes_on_without_its_source(data_dir, tmp_path):
+    shape = GPTConfig(257, seq_len=16, n_layer=2, n_head=2, n_embd=32)
+    folder = hugging_face_folder(GPT(shape), tmp_path / "hf")
+    line = flags(data_dir=data_dir, out_dir="run", init_from=folder, model=None, resume=True)
+    assert train(line, tmp_path / "whole")[0] == 0
+    assert train(line, tmp_path / "killed", kill_after=7)[0] not in range(8)
+    shutil.rmtree(folder)
+    code, _, err = train(line, tmp_path / "killed")
+    assert code == 0, err
+    assert losses(tmp_path / "killed" / "run") == losses(tmp_path / "whole" / "run")
+
+
+def test_eval_only_refuses_other_tokens(data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    hugging_face_folder(GPT(GPTConfig(seq_len=16, n_layer=1, n_head=1, n_embd=8)), Path("hf"))
+    line = ["--init-from", "hf", "--eval-only", "--data-dir", str(data_dir)]
+    assert train_gpt2.main(line) == 2
+    assert "holds bytes tokens, the weights know gpt2: prepare" in capsys.readouterr().err
 
 
 def test_readme_shows_the_flags_as_they_are():
@@ -693,9 +716,15 @@ def with_weights(vocab_size: int = 257, **changes):
     return prepare
 
 
+def flipped(out_dir: Path) -> Path:
+    path = train_gpt2.checkpoints(out_dir)[0]
+    flip_a_bit(path)
+    return path
+
+
 def hugging_face_folder(model: GPT, folder: Path) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(model.config)))
+    (folder / "config.json").write_text(json.dumps(hf_config(model.config, None)))
     torch.save(hf_weights(model), folder / "pytorch_model.bin")
     return folder
 
@@ -771,12 +800,23 @@ MISTAKES = {
         lambda folder: {"hellaswag": questions(folder, token=300)},
         "--hellaswag .*: its largest token is 300, the data's are of bytes; write it again",
     ),
+    "another model": (
+        lambda folder: with_weights()(folder) | {"model": "gpt2"}, "--model gpt2: the shape is"),
+    "bytes for gpt2": (
+        with_weights(vocab_size=50257), "--data-dir .* holds bytes tokens, the weights know gpt2"),
+    "nanoGPT's resume": ({"init_from": "resume", "model": None}, "--init-from resume: write --res"),
     "no weights": ({"init_from": "nobody/none", "model": None}, "--init-from nobody/none: no such"),
     "other heads": (with_weights(n_head=4), "--n-head 4: weights has 2; leave it out"),
     "more positions": (with_weights(n_head=2, seq_len=64), "--seq-len 64 is more than the 16 pos"),
     "ids beyond": (with_weights(vocab_size=100, n_head=2), "token 256, the network knows 100"),
+    "a flipped bit": (
+        lambda f: with_run()(f) | {"resume": False, "out_dir": None, "model": None,
+                                   "init_from": flipped(f / "run")},
+        "--init-from .*checkpoint_0000.*: the CRC-32 of its ",
+    ),
     "nothing to sample": ({"sample_only": True}, "whose weights. Add --resume, .* or --init-from"),
-    "nothing to export": ({"export": "x", "resume": True}, "--resume: no good checkpoint in new"),
+    "nothing to export": ({"export": "x", "resume": True}, "--resume: no good checkpoint in new: "),
+    "an empty name": ({"export": ""}, "--export is empty: name one, or leave it out"),
     "an export that exists": (
         lambda folder: with_weights(n_head=2)(folder) | {"export": folder / "weights"},
         "--export .*weights exists: name a new folder",
