@@ -408,6 +408,7 @@ def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> 
         train.give_end(val, tokenizer.lengths)
     if not (train.tokens and val.tokens):
         why = f"{train.tokens} tokens for training and {val.tokens} for validation"
+        why += "".join(f", {count:,} skipped: {cause}" for cause, count in skipped.most_common(1))
         raise ValueError(f"the input has {why}: name more with --input, or a higher --val-fraction")
     save()  # before the shards that counted more are cut
     train.finish()
@@ -585,6 +586,8 @@ def verify(args: Namespace):
     """Read every shard again and compare it with the manifest; ValueError if one is amiss."""
     manifest, num_damaged = read_manifest(args.data_dir), 0
     entries = manifest["train"]["shards"] + manifest["val"]["shards"]
+    if not entries:
+        raise ValueError(f"{args.data_dir / MANIFEST} is missing: name a folder prepared here")
     for entry in entries:
         verdict = "good"
         try:  # the CRCs are checked by reading
@@ -594,7 +597,7 @@ def verify(args: Namespace):
         except (OSError, ValueError, LookupError) as error:
             num_damaged, verdict = num_damaged + 1, error
         print(f"{entry['name']}: {verdict}")
-    if num_damaged or not entries:
+    if num_damaged:
         which = f"{num_damaged} of the {len(entries)} shards that {args.data_dir / MANIFEST} names"
         raise ValueError(f"{which} are damaged: move them away, and prepare or download them again")
 

@@ -313,7 +313,7 @@ MISTAKES = {
     "no file": (["--input", "nowhere"], "--input nowhere does not exist"),
     "no text": (["--input", "empty"], "the input has 0 tokens for training and 0 for validation"),
     "a word": (["--input", "word"], "has 5 tokens for training and 0 for validation: name more"),
-    "nothing to verify": (["--verify"], "0 of the 0 shards"),
+    "nothing to verify": (["--verify"], "manifest.json is missing: name a folder"),
 }
 
 
@@ -949,3 +949,9 @@ def test_flags_out_of_range_are_refused(line, capsys):
     with pytest.raises(SystemExit) as end:
         prepare_data.main(line.split())
     assert end.value.code == 2 and FLAGS[line] in capsys.readouterr().err
+
+
+def test_records_under_another_name_are_told_with_the_flag(tmp_path, capsys):
+    jsonl(tmp_path / "c.jsonl", {"content": "text"}, {"content": "more"})
+    assert prepare(tmp_path / "data", "--input", tmp_path / "c.jsonl") == 2
+    assert "2 skipped: no text under --text-field text in " in capsys.readouterr().err
