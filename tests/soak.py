@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -99,6 +100,14 @@ def stop_the_rest(processes: list):
         send(process, signal.SIGTERM)
 
 
+def end_of(processes: list, folder: Path) -> tuple[int, str]:
+    """The exit code of rank 0, and its errors; another rank may die as rank 0 is done."""
+    for process in processes:
+        process.join(120)
+        assert process.exitcode is not None, "a rank hangs"
+    return processes[0].exitcode, (folder / "rank0.err").read_text()
+
+
 def saves(folder: Path) -> list[int]:
     """The steps that the run said to be saved, in the order of its log."""
     return [r["saved"] for r in train_gpt2.read_log(folder / "run") if "saved" in r]
@@ -136,7 +145,7 @@ def one_run(rng: random.Random, data: Path, folder: Path, ranks: int, counts: Co
         if bring_death(rng, processes, death, folder):
             counts[death] += 1
         stop_the_rest(processes)
-        code, _, err = conftest.finish(processes, folder)
+        code, err = end_of(processes, folder)
         early = (-signal.SIGKILL, -signal.SIGTERM)  # before it had a handler
         assert code in (0, 3, 5, 6, 130, *early) or "KeyboardInterrupt" in err, (code, err)
         assert "Traceback" not in err or err.endswith("KeyboardInterrupt\n"), err
@@ -175,7 +184,10 @@ def bits(folder: Path) -> tuple:
     return [loss.hex() for loss in losses.values()], conftest.digest(folder / "run")
 
 
-def soak(minutes: float, world_sizes: list[int], seed: int, work: Path) -> dict:
+def soak(
+    minutes: float, world_sizes: list[int], seed: int, work: Path, report: Callable
+) -> Counter:
+    """Runs for so many minutes; report is told after each what has been found so far."""
     data, oracles, counts = conftest.make_data(work), {}, Counter()
     rng, worst, begin = random.Random(seed), 0.0, time.monotonic()
     for ranks in world_sizes:
@@ -189,8 +201,10 @@ def soak(minutes: float, world_sizes: list[int], seed: int, work: Path) -> dict:
         counts["runs that differ"] += bits(folder) != oracles[ranks]
         counts["runs"] += 1
         shutil.rmtree(folder)
-        print(f"{(time.monotonic() - begin) / 60:.1f} min: {json.dumps(counts)}", flush=True)
-    return {"counts": counts, "worst_restart_s": worst, "minutes": (time.monotonic() - begin) / 60}
+        passed = (time.monotonic() - begin) / 60
+        print(f"{passed:.1f} min: {json.dumps(counts)}", flush=True)
+        report({"counts": counts, "worst_restart_s": worst, "minutes": passed})
+    return counts
 
 
 def main() -> int:
@@ -199,14 +213,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with TemporaryDirectory() as work:
-        found = soak(args.minutes, args.ranks, args.seed, Path(work))
     env = {"device": "cpu", "torch": str(train_gpt2.torch.__version__), "numpy": np.__version__}
-    content = {"settings": vars(args), "environment": machine.environment(env)} | found
+    content = {"settings": vars(args), "environment": machine.environment(env)}
     path = machine.results_path("soak", content["environment"]["device_name"])
-    machine.save(path, content)
-    print(json.dumps(found, indent=1), path.relative_to(machine.REPO), sep="\n")
-    return int(found["counts"]["runs that differ"] > 0)
+    with TemporaryDirectory() as work:
+        report = lambda found: machine.save(path, content | found)  # noqa: E731
+        counts = soak(args.minutes, args.ranks, args.seed, Path(work), report)
+    print(path.relative_to(machine.REPO))
+    return int(counts["runs that differ"] > 0)
 
 
 if __name__ == "__main__":
