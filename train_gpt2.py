@@ -857,6 +857,7 @@ class Run:
     held: list[IO] = field(default_factory=list)  # the lock of out_dir
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     saving: Future | None = None
+    copies: dict = field(default_factory=dict)  # what saves in the background are written from
 
     @property
     def in_background(self) -> bool:
@@ -1461,7 +1462,9 @@ def save(run: Run, wait: bool):
     }
     saved = facts | state.state_dict()
     failed = run.saving and run.saving.exception()  # waits for it
-    run.saving = run.writer.submit(write, run, copied(saved, {}) if run.in_background else saved)
+    run.saving = run.writer.submit(
+        write, run, copied(saved, run.copies) if run.in_background else saved
+    )
     if wait or failed or not run.in_background:
         run.saving.result()
     if failed:
@@ -1469,14 +1472,16 @@ def save(run: Run, wait: bool):
 
 
 def copied(saved, copies: dict):
-    """The same with its tensors in the computer's memory, a tied one once."""
+    """The same with its tensors copied to the computer's memory, into copies: those of the save
+    before, since new memory takes longer to get than to fill. A tied tensor has one copy."""
     if isinstance(saved, dict):
         return {name: copied(value, copies) for name, value in saved.items()}
     if not isinstance(saved, Tensor):
         return saved
-    if saved.data_ptr() not in copies:
-        copies[saved.data_ptr()] = saved.to("cpu", copy=True)
-    return copies[saved.data_ptr()]
+    key = saved.data_ptr(), saved.shape, saved.dtype
+    if key not in copies:  # pinned: a GPU writes there itself
+        copies[key] = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
+    return copies[key].copy_(saved)
 
 
 def write(run: Run, saved: dict):

@@ -360,10 +360,13 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(oracle, data_dir, 
     equal(tmp_path / "run", oracle[1])
     state = {"a": {"b": torch.zeros(3)}, "step": 1}
     state["tied"] = state["a"]["b"]
-    copy = train_gpt2.copied(state, {})
+    copies = {}
+    copy = train_gpt2.copied(state, copies)
     assert copy["tied"] is copy["a"]["b"]
     state["a"]["b"] += 1
     assert torch.equal(copy["a"]["b"], torch.zeros(3))
+    again = train_gpt2.copied(state, copies)
+    assert again["a"]["b"] is copy["a"]["b"] and torch.equal(again["tied"], torch.ones(3))
 
 
 def full_disk_in_background(rank: int):
