@@ -1311,7 +1311,7 @@ def log_resume(run: Run, saved: dict):
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[float]]:
+def stop_signals(is_main: bool) -> Iterator[list[float]]:
     """A list that is no longer empty once SIGINT, SIGTERM or SIGUSR1 came: the run then ends after
     its step. A second one ends it at once, unless it comes within two seconds: torchrun passes on
     to its ranks what the terminal has already sent them. A terminal that closes stops nothing, but
@@ -1322,6 +1322,9 @@ def stop_signals() -> Iterator[list[float]]:
         times.append(time.monotonic())
         if times[-1] - times[0] > 2:
             raise KeyboardInterrupt
+        if is_main and len(times) == 1:
+            with suppress(OSError):  # not by print, which the signal may have interrupted
+                os.write(2, b"train_gpt2.py: finishing this step and saving it; again: end now\n")
 
     handlers = dict.fromkeys(("SIGINT", "SIGTERM", "SIGUSR1"), note) | {
         "SIGHUP": note if is_torchrun else signal.SIG_IGN
@@ -1391,7 +1394,7 @@ def train(run: Run) -> int:
     """Train to config.steps: each step is logged, then saved, validated and sampled if due. Returns
     the exit code: 0, or 3 if it was stopped."""
     config, state, world = run.config, run.state, run.world
-    with stop_signals() as signals:
+    with stop_signals(world.is_main) as signals:
         if state.step == 0:
             validate(run)
         while state.step < config.steps:
