@@ -722,10 +722,11 @@ def test_a_signal_is_answered_at_once(data_dir, tmp_path):
     program = [sys.executable, train_gpt2.__file__, *command(data_dir, steps=5000)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=env)
-    wait_for(lambda: has_step(tmp_path), process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 3
-    assert "finishing this step and saving it; again: end now\n" in process.stderr.read()
+    with process:
+        wait_for(lambda: has_step(tmp_path))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 3
+        assert "finishing this step and saving it; again: end now\n" in process.stderr.read()
 
 
 def test_a_closed_terminal_stops_nothing(oracle, data_dir, tmp_path):
