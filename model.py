@@ -303,7 +303,7 @@ class Source:
     def weights(self, config: GPTConfig) -> dict[str, Tensor]:
         """What GPT(config) loads; config may have fewer positions. Padded rows are 0. ValueError if
         a tensor is missing, has another shape or is not finite."""
-        found = {re.sub(r"^(module\.|_orig_mod\.|transformer\.)+", "", name): tensor
+        found = {re.sub(r"^(module\.|_orig_mod\.|transformer\.)+", "", str(name)): tensor
                  for name, tensor in self.tensors().items()}  # fmt: skip
         found = {f"transformer.{name}": tensor for name, tensor in found.items()
                  if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # masks  # fmt: skip
@@ -403,17 +403,17 @@ def archive(path: Path) -> Source:
     stand_in = [(ForeignConfig, "__main__.GPTConfig"), (ForeignConfig, "model.GPTConfig")]
     with torch.serialization.safe_globals(stand_in):
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    tensors = lambda: dict(saved["model"])  # noqa: E731
+    weights = dict(saved["model"])
     if "identity" in saved:
         facts = saved["identity"]
         shape = GPTConfig(**{f.name: facts[f.name] for f in fields(GPTConfig)})
-        return Source(path, shape, tensors, facts["tokenizer"], saved["config"])
+        return Source(path, shape, lambda: weights, facts["tokenizer"], saved["config"])
     settings = saved.get("model_args") or vars(saved["config"])
     size = {name: settings[name] for name in ("n_layer", "n_head", "n_embd")}
     rows = settings["vocab_size"]
     vocab_size = 50257 if rows == 50304 else rows  # their default, padded
     shape = GPTConfig(vocab_size, settings["block_size"], **size)
-    return Source(path, shape, tensors, tokenizer_of(vocab_size), {})
+    return Source(path, shape, lambda: weights, tokenizer_of(vocab_size), {})
 
 
 def hf_weights(model: GPT) -> dict[str, Tensor]:

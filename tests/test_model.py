@@ -478,6 +478,8 @@ BROKEN = {
         p, lambda t: [t.pop(name) for name in [*t] if name.endswith("bias")]),
     "pytorch_model.bin can't be read: TypeError": lambda p: (
         p.unlink(), torch.save(torch.ones(3), p.with_name("pytorch_model.bin"))),
+    "holds transformer.0, which is not": lambda p: (
+        p.unlink(), torch.save({0: torch.ones(3)}, p.with_name("pytorch_model.bin"))),
     "lacks transformer.wte.weight": lambda p: (
         p.unlink(), torch.save({"wte.weight": [5]}, p.with_name("pytorch_model.bin"))),
     "n_embd 12.5": lambda p: edit_config(p, n_embd=12.5),
@@ -495,6 +497,14 @@ def test_a_broken_folder_is_one_line_and_runs_no_code(tmp_path, monkeypatch, mes
         loaded(folder)
     assert message.strip(": ") in str(error.value) and len(str(error.value).splitlines()) == 1
     assert not Path("executed").exists()
+
+
+def test_a_checkpoint_of_something_else_is_one_line(tmp_path):
+    for saved in ({"model": [1], "model_args": {}}, {"model": {}}, [1], torch.ones(3)):
+        torch.save(saved, tmp_path / "ckpt.pt")
+        with pytest.raises(ValueError, match="ckpt.pt is no GPT-2: ") as error:
+            loaded(tmp_path / "ckpt.pt")
+        assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", pickle.dumps({"model": 1})])
