@@ -1142,7 +1142,7 @@ def use_weights(config: TrainConfig, given: set[str], world: World) -> int:
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     model = GPT(source.shape, config.flash)
     model.load_state_dict(source.weights(source.shape))
-    model.to(world.device).eval()
+    model.to(world.device).train(False)
     if config.export:
         world.from_main(partial(export, model, source, Path(config.export)))
     if config.eval_only:

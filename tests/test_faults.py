@@ -1042,6 +1042,11 @@ def test_the_soak_finds_nothing_lost(tmp_path):
 # The matrix itself
 
 
+def test_nothing_in_the_programs_could_run_what_a_file_holds():
+    for path in Path(train_gpt2.__file__).parent.glob("*.py"):
+        assert not re.search(r"pickle|exec\(|eval\(", path.read_text(encoding="utf-8")), path
+
+
 def test_every_row_of_the_matrix_has_a_test_or_a_reason():
     rows = matrix()
     assert list(rows) == [f"F{n:02d}" for n in range(1, 77)]
