@@ -114,12 +114,11 @@ class Crash:
         builtins.open = opened
 
 
-class Writer:
-    """A file whose writes count."""
+class OtherFile:
+    """A file of which a subclass changes something."""
 
-    def __init__(self, file, crash: Crash):
+    def __init__(self, file):
         self.file = file
-        self.write, self.truncate = crash.wrap(file.write), crash.wrap(file.truncate)
 
     def __getattr__(self, name):
         return getattr(self.file, name)
@@ -129,6 +128,14 @@ class Writer:
 
     def __exit__(self, *_):
         self.file.close()
+
+
+class Writer(OtherFile):
+    """A file whose writes count."""
+
+    def __init__(self, file, crash: Crash):
+        super().__init__(file)
+        self.write, self.truncate = crash.wrap(file.write), crash.wrap(file.truncate)
 
 
 def in_child(action, crash: Crash) -> int:
@@ -317,9 +324,10 @@ def full_disk(at_step: int, rank: int):
     dataloader.open = opened
 
 
-class Full:
-    def __init__(self, file):
-        self.file, self.room = file, 20_000
+class Full(OtherFile):
+    """A file with little room."""
+
+    room = 20_000
 
     def write(self, content):
         self.room -= len(content)
@@ -327,15 +335,6 @@ class Full:
             Path("fired").touch()
             raise OSError(errno.ENOSPC, "No space left on device")
         return self.file.write(content)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
 
 
 def test_a_full_disk_is_named_and_the_old_checkpoint_stays(oracle, data_dir, tmp_path):
