@@ -3,11 +3,11 @@
     python tests/soak.py --minutes 60
     python tests/soak.py --minutes 1 --ranks 2 --seed 7     # the same deaths, moments and damages
 
-One run after the other, on 1, 2 and 3 ranks in turn, is started again with the same command until
-it ends by itself, every second time with its saves in the background, as on a GPU. In between it
-dies in a way and at a moment that are drawn. After each death the
-newest good checkpoint must be one that was acknowledged, or newer; at the end every loss and the
-weights must be, bit for bit, those of a run that nothing happened to.
+One run after the other, on 1, 2 and 3 ranks in turn, without dropout and with it, is started again
+with the same command until it ends by itself, every second time with its saves in the background,
+as on a GPU. In between it dies in a way and at a moment that are drawn. After each death the newest
+good checkpoint must be one that was acknowledged, or newer; at the end every loss and the weights
+must be, bit for bit, those of a run that nothing happened to.
 
 Writes benchmarks/results/soak-<device>-<date>.json.
 """
@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,14 +38,14 @@ import numpy as np
 import dataloader
 import train_gpt2
 
-STEPS, SAVE_EVERY = 400, 5
+STEPS, SAVE_EVERY, DROPOUTS = 400, 5, (0.0, 0.1)
 DEATHS = {"KILL": 40, "TERM": 20, "INT": 10, "KILL of one rank": 15, "STOP and CONT": 10, "disk": 5}
 DAMAGES = {"none": 80, "bit": 6, "cut": 6, "deleted": 4, "litter": 4}
 
 
-def command(data: Path) -> list[str]:
+def command(data: Path, dropout: float) -> list[str]:
     changes = {"steps": STEPS, "save_every": SAVE_EVERY, "keep": 3, "warmup_steps": 20}
-    return [*conftest.flags(data_dir=data, out_dir="run", **changes), "--resume"]
+    return [*conftest.flags(data_dir=data, out_dir="run", dropout=dropout, **changes), "--resume"]
 
 
 def prepare(room: int, in_background: bool, rank: int):
@@ -54,13 +55,13 @@ def prepare(room: int, in_background: bool, rank: int):
         train_gpt2.Run.in_background = property(lambda self: True)
 
 
-def start(rng: random.Random, data: Path, folder: Path, ranks: int, death: str) -> list:
+def start(rng: random.Random, argv: list[str], folder: Path, ranks: int, death: str) -> list:
     room = rng.randrange(100_000, 250_000) if death == "disk" else resource.RLIM_INFINITY
     inject = partial(prepare, room, rng.random() < 0.5)
     folder.mkdir(exist_ok=True)
     for name in ("rank0.out", "rank0.err"):  # it may end before it opens them
         (folder / name).write_text("")
-    return conftest.start_ranks(command(data), folder, ranks, inject=inject)
+    return conftest.start_ranks(argv, folder, ranks, inject=inject)
 
 
 def bring_death(rng: random.Random, processes: list, death: str, folder: Path) -> bool:
@@ -135,13 +136,15 @@ def damage(rng: random.Random, folder: Path, how: str) -> bool:
     return True
 
 
-def one_run(rng: random.Random, data: Path, folder: Path, ranks: int, counts: Counter) -> float:
+def one_run(
+    rng: random.Random, argv: list[str], folder: Path, ranks: int, counts: Counter
+) -> float:
     """A run to its end, through deaths. Returns the longest time from a start to a step."""
     worst, seen, owed = 0.0, 0, 0  # saves before the last damage, and the step that was left then
     for _ in range(200):
         [death] = rng.choices(list(DEATHS), DEATHS.values())
         before, begin = last_step(folder), time.monotonic()
-        processes = start(rng, data, folder, ranks, death)
+        processes = start(rng, argv, folder, ranks, death)
         if bring_death(rng, processes, death, folder):
             counts[death] += 1
         stop_the_rest(processes)
@@ -189,22 +192,24 @@ def soak(
 ) -> Counter:
     """Runs for so many minutes; report is told after each what has been found so far."""
     data, oracles, counts = conftest.make_data(work), {}, Counter()
-    rng, worst, begin = random.Random(seed), 0.0, time.monotonic()
-    for ranks in world_sizes:
-        code, _, err = conftest.train(command(data), work / f"oracle{ranks}", ranks)
+    rng, worst = random.Random(seed), 0.0
+    for dropout, ranks in product(DROPOUTS, world_sizes):
+        oracle = work / f"oracle-{dropout}-{ranks}"
+        code, _, err = conftest.train(command(data, dropout), oracle, ranks)
         assert code == 0, err
-        oracles[ranks] = bits(work / f"oracle{ranks}")
-    while time.monotonic() - begin < 60 * minutes:
-        ranks = world_sizes[counts["runs"] % len(world_sizes)]
+        oracles[dropout, ranks] = bits(oracle)
+    begin = time.monotonic()
+    for dropout, ranks in cycle(product(DROPOUTS, world_sizes)):
+        if time.monotonic() - begin >= 60 * minutes:
+            return counts
         folder = work / "soaked"
-        worst = max(worst, one_run(rng, data, folder, ranks, counts))
-        counts["runs that differ"] += bits(folder) != oracles[ranks]
+        worst = max(worst, one_run(rng, command(data, dropout), folder, ranks, counts))
+        counts["runs that differ"] += bits(folder) != oracles[dropout, ranks]
         counts["runs"] += 1
         shutil.rmtree(folder)
         passed = (time.monotonic() - begin) / 60
         print(f"{passed:.1f} min: {json.dumps(counts)}", flush=True)
         report({"counts": counts, "worst_restart_s": worst, "minutes": passed})
-    return counts
 
 
 def main() -> int:
