@@ -1310,18 +1310,27 @@ def log_resume(run: Run, saved: dict):
     run.log(text, resumed=run.state.step, changed=changed)
 
 
+@dataclass
+class Signals:
+    """SIGINT, SIGTERM and SIGUSR1 since the start. Once there are steps to save, the first one ends
+    the run after its step; before, and a second one, at once."""
+
+    times: list[float] = field(default_factory=list)
+    save_first: bool = False
+
+
 @contextmanager
-def stop_signals(is_main: bool) -> Iterator[list[float]]:
-    """A list that is no longer empty once SIGINT, SIGTERM or SIGUSR1 came: the run then ends after
-    its step. A second one ends it at once, unless it comes within two seconds: torchrun passes on
-    to its ranks what the terminal has already sent them. A terminal that closes stops nothing, but
-    torchrun, which passes that on too and then kills its ranks."""
-    times, is_torchrun = [], "TORCHELASTIC_RUN_ID" in os.environ
+def stop_signals(is_main: bool) -> Iterator[Signals]:
+    """Note the signals that come inside. A second one counts when it comes two seconds after the
+    first: torchrun passes on to its ranks what the terminal has already sent them. A terminal that
+    closes stops nothing, but torchrun, which passes that on too and then kills its ranks."""
+    signals, is_torchrun = Signals(), "TORCHELASTIC_RUN_ID" in os.environ
 
     def note(number, frame):
+        times = signals.times
         times.append(time.monotonic())
-        if times[-1] - times[0] > 2:
-            raise KeyboardInterrupt
+        if not signals.save_first or times[-1] - times[0] > 2:
+            raise KeyboardInterrupt  # Python ignores it in a destructor: hence the list
         if is_main and len(times) == 1:
             with suppress(OSError):  # not by print, which the signal may have interrupted
                 os.write(2, b"train_gpt2.py: finishing this step and saving it; again: end now\n")
@@ -1330,9 +1339,11 @@ def stop_signals(is_main: bool) -> Iterator[list[float]]:
         "SIGHUP": note if is_torchrun else signal.SIG_IGN
     }
     here = {getattr(signal, n): h for n, h in handlers.items() if hasattr(signal, n)}  # not Windows
+    if threading.current_thread() is not threading.main_thread():
+        here = {}  # Python lets no other one do this
     before = {number: signal.signal(number, handler) for number, handler in here.items()}
     try:
-        yield times
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -1390,35 +1401,35 @@ class Watchdog(threading.Thread):
             os._exit(5)
 
 
-def train(run: Run) -> int:
+def train(run: Run, signals: Signals) -> int:
     """Train to config.steps: each step is logged, then saved, validated and sampled if due. Returns
     the exit code: 0, or 3 if it was stopped."""
     config, state, world = run.config, run.state, run.world
-    with stop_signals(world.is_main) as signals:
-        if state.step == 0:
+    signals.save_first = True
+    if state.step == 0:
+        validate(run)
+    while state.step < config.steps:
+        start = time.perf_counter()
+        asked = lambda: bool(signals.times) or run.lost_a_save  # noqa: E731
+        loss, norm, stop = train_step(state, run.net, config, world, asked)
+        log_step(run, loss, norm, time.perf_counter() - start)
+        saving = stop or due(state.step, config.save_every, config.steps)
+        if saving or due(state.step, config.check_every, config.steps):
+            check_replicas(state.model, state.step, world)
+        if saving:
+            world.note(f"a save after step {state.step}")
+            world.from_main(partial(save, run, stop or state.step == config.steps))
+        if stop and state.step < config.steps:
+            run.log(f"stopped by a signal after step {state.step}; go on with the same command,"
+                    f" --resume --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
+            return 3
+        if due(state.step, config.eval_every, config.steps):
             validate(run)
-        while state.step < config.steps:
-            start = time.perf_counter()
-            asked = lambda: bool(signals) or run.lost_a_save  # noqa: E731
-            loss, norm, stop = train_step(state, run.net, config, world, asked)
-            log_step(run, loss, norm, time.perf_counter() - start)
-            saving = stop or due(state.step, config.save_every, config.steps)
-            if saving or due(state.step, config.check_every, config.steps):
-                check_replicas(state.model, state.step, world)
-            if saving:
-                world.note(f"a save after step {state.step}")
-                world.from_main(partial(save, run, stop or state.step == config.steps))
-            if stop and state.step < config.steps:
-                run.log(f"stopped by a signal after step {state.step}; go on with the same command,"
-                        f" --resume --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
-                return 3
-            if due(state.step, config.eval_every, config.steps):
-                validate(run)
-            if due(state.step, config.sample_every, config.steps):
-                text = sample(run)
-                run.log(f"sample after step {state.step}:\n{text}", step=state.step, sample=text)
-            if run.examples and due(state.step, config.hellaswag_every, config.steps):
-                quiz(run)
+        if due(state.step, config.sample_every, config.steps):
+            text = sample(run)
+            run.log(f"sample after step {state.step}:\n{text}", step=state.step, sample=text)
+        if run.examples and due(state.step, config.hellaswag_every, config.steps):
+            quiz(run)
     if world.is_main:
         draw_loss(Path(config.out_dir))
     return 0
@@ -1542,17 +1553,9 @@ def main(argv: list[str] | None = None) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
         sys.stdout.reconfigure(errors="replace")
-    for name in ("SIGTERM", "SIGUSR1"):  # until the first step, as Ctrl-C
-        with suppress(AttributeError, ValueError):  # on Windows; not in the main thread
-            signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
-        world = find_world(dict(os.environ), torch.cuda.device_count())
-        config, given = parse_args(sys.argv[1:] if argv is None else argv, world.device.type)
-        with Watchdog(config.timeout_s, world) as watchdog, process_group(world):
-            world = replace(world, note=watchdog.note)
-            if config.eval_only or config.sample_only or config.export:
-                return use_weights(config, given, world)
-            return set_up_and_train(config, given, world)
+        with stop_signals(is_main) as signals:
+            return run_program(sys.argv[1:] if argv is None else argv, signals)
     except (OSError, ValueError) as error:
         return fail(2, f"error: {error}", is_main or not agreed(error))
     except (RuntimeError, MemoryError) as error:
@@ -1561,12 +1564,22 @@ def main(argv: list[str] | None = None) -> int:
         return fail(130, "stopped by a signal before it could save", is_main)
 
 
-def set_up_and_train(config: TrainConfig, given: set[str], world: World) -> int:
+def run_program(argv: list[str], signals: Signals) -> int:
+    world = find_world(dict(os.environ), torch.cuda.device_count())
+    config, given = parse_args(argv, world.device.type)
+    with Watchdog(config.timeout_s, world) as watchdog, process_group(world):
+        world = replace(world, note=watchdog.note)
+        if config.eval_only or config.sample_only or config.export:
+            return use_weights(config, given, world)
+        return set_up_and_train(config, given, world, signals)
+
+
+def set_up_and_train(config: TrainConfig, given: set[str], world: World, signals: Signals) -> int:
     run = set_up(config, given, world)
     if run is None:
         return fail(0, f"already complete: --steps {config.steps} are done", world.is_main)
     try:
-        return train(run)
+        return train(run, signals)
     except ValueError as error:
         raise AssertionError("a bug, no mistake of yours: please report it") from error
     except ArithmeticError as error:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 import zipfile
 from dataclasses import fields
 from functools import partial
@@ -645,6 +646,27 @@ def signal_in_phase(phase: str, rank: int):
             os.kill(os.getpid(), signal.SIGTERM)
 
     train_gpt2.Watchdog.note = note_and_signal
+
+
+def test_a_signal_that_python_ignores_is_not_lost(oracle, data_dir, tmp_path):
+    """Python reports an exception in a callback of the garbage collector, and goes on."""
+    code, _, err = train(command(data_dir), tmp_path, inject=signal_in_callback)
+    assert fired(tmp_path) and "Exception ignored" in err and code == 3
+    assert records(tmp_path / "run", "loss").keys() == {1}
+    goes_on(data_dir, tmp_path, oracle)
+
+
+def signal_in_callback(rank: int):
+    log_start = train_gpt2.log_start
+
+    def log_and_signal(*args):
+        log_start(*args)
+        watched = type("Watched", (), {})()
+        _ref = weakref.ref(watched, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        Path("fired").touch()
+        del watched
+
+    train_gpt2.log_start = log_and_signal
 
 
 def test_two_runs_never_share_a_folder(data_dir, tmp_path):
