@@ -12,6 +12,7 @@ import argparse
 import codecs
 import ctypes
 import difflib
+import errno
 import gc
 import hashlib
 import json
@@ -886,8 +887,12 @@ def make_log(config: TrainConfig, is_main: bool) -> Callable:
     def log(text: str, **record):
         if file:
             show(text)
-            file.write(json.dumps({"time": time.time()} | record) + "\n")
-            file.flush()
+            try:
+                file.write(json.dumps({"time": time.time()} | record) + "\n")
+                file.flush()
+            except OSError as error:
+                error.filename = str(path)  # Python names the file only when it is opened
+                raise
         for name, value in record.items() if board and "step" in record else ():
             if isinstance(value, float):
                 board.add_scalar(name, value, record["step"])
@@ -1557,11 +1562,15 @@ def main(argv: list[str] | None = None) -> int:
         with stop_signals(is_main) as signals:
             return run_program(sys.argv[1:] if argv is None else argv, signals)
     except (OSError, ValueError) as error:
-        return fail(2, f"error: {error}", is_main or not agreed(error))
+        code = 6 if getattr(error, "errno", None) in DISK_ERRORS else 2
+        return fail(code, f"error: {error}", is_main or not agreed(error))
     except (RuntimeError, MemoryError) as error:
         return fail(*explained(error), True)
     except KeyboardInterrupt:
         return fail(130, "stopped by a signal before it could save", is_main)
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # no mistake of the command
 
 
 def run_program(argv: list[str], signals: Signals) -> int:
@@ -1585,6 +1594,8 @@ def set_up_and_train(config: TrainConfig, given: set[str], world: World, signals
     except ArithmeticError as error:
         return fail(4, f"error: {error}", world.is_main)
     except OSError as error:
+        if run.saving and run.saving.exception() is error:
+            run.saving = None  # it is told here
         return fail(6, f"error: {error}", world.is_main or not agreed(error))
     finally:
         run.writer.shutdown()

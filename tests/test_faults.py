@@ -341,9 +341,28 @@ class Full(OtherFile):
 def test_a_full_disk_is_named_and_the_old_checkpoint_stays(oracle, data_dir, tmp_path):
     code, _, err = train(command(data_dir), tmp_path, inject=partial(full_disk, 10))
     assert fired(tmp_path) and code == 6
-    assert re.search(r"checkpoint_000010.pt can't be written: .*No space left.*GB are free", err)
+    assert re.fullmatch(r".*checkpoint_000010.pt can't be written: .*No space.*GB are free\n", err)
     assert [path.name for path in (tmp_path / "run").glob("*.pt*")] == ["checkpoint_000005.pt"]
     goes_on(data_dir, tmp_path, oracle)
+
+
+@pytest.mark.parametrize("room", [0, 2300])
+def test_a_log_that_can_not_grow_is_named(oracle, data_dir, tmp_path, room):
+    """At the start of a resumed run, or in it."""
+    train(command(data_dir), tmp_path, kill_after=7)
+    log = tmp_path / "run" / "log.jsonl"
+    log.write_bytes(log.read_bytes() + b"\n" * 2**20)  # larger than a checkpoint
+    limit = log.stat().st_size + room
+    limits = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    line = command(data_dir, save_every=0)
+    code, _, err = train(line, tmp_path, inject=partial(call, limits))
+    assert code == 6 and re.search(r"error: .*File too large: '.*log.jsonl'", err)
+    assert len(err.splitlines()) == 1
+    goes_on(data_dir, tmp_path, oracle)
+
+
+def call(function, rank: int):
+    function()
 
 
 def in_background(rank: int):
