@@ -24,7 +24,7 @@ import zlib
 from base64 import b64decode
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -372,6 +372,7 @@ class ShardLoader:
             why = f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}"
             raise ValueError(f"{why}: try --seq-len {longest - 1}")
         self.position = 0  # sequences dealt out so far, over all ranks
+        self.ahead = {}
 
     def __len__(self) -> int:
         """Sequences in an epoch."""
@@ -397,6 +398,16 @@ class ShardLoader:
 
     def next_batch(self) -> tuple:
         """This rank's next inputs and targets, (B, T) int64 each."""
-        first = self.position + self.rank * self.B
+        numbers = self.next_numbers()
         self.position += self.num_ranks * self.B
-        return self.batch(range(first, first + self.B))
+        return self.ahead.pop(numbers, None) or self.batch(numbers)
+
+    def next_numbers(self) -> range:
+        first = self.position + self.rank * self.B
+        return range(first, first + self.B)
+
+    def read_ahead(self):
+        """Read the next batch already, while a GPU is busy. What is wrong with it next_batch says,
+        which reads it again then."""
+        with suppress(OSError, ValueError):
+            self.ahead = {self.next_numbers(): self.batch(self.next_numbers())}

@@ -338,6 +338,25 @@ def test_a_position_continues_with_other_batches_and_ranks(seed, shards):
         assert (begun + ended)[:150] == order
 
 
+def test_reading_ahead_changes_nothing_and_hides_no_error(shards, monkeypatch):
+    order, reads, read = dealt(shards, 2, 1, seed=1), [], Shard.read
+    monkeypatch.setattr(Shard, "read", lambda *args: reads.append(args) or read(*args))
+    loader = ShardLoader(shards, 2, T, seed=1)
+    loader.read_ahead()
+    assert loader.position == 0 and len(reads) == 2
+    assert [loader.next_batch()[0][:, 0].tolist() for _ in range(3)] == [
+        order[0:2], order[2:4], order[4:6],
+    ]  # fmt: skip
+    assert len(reads) == 6, "what was read ahead is read once"
+    loader.read_ahead()
+    loader.position = 2  # as a resume sets it
+    assert loader.next_batch()[0][:, 0].tolist() == order[2:4]
+    monkeypatch.setattr(Shard, "read", lambda *_: (_ for _ in ()).throw(OSError("a bad disk")))
+    loader.read_ahead()
+    with pytest.raises(OSError, match="a bad disk"):
+        loader.next_batch()
+
+
 def test_a_shard_cut_while_in_use_is_an_error_that_names_it(shards):
     os.truncate(shards[2].path, shards[2].path.stat().st_size - 1)
     with pytest.raises(OSError, match="train_2.bin is damaged: its tokens 12 to 17 are not whole"):
