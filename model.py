@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,50 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
-class GPT(nn.Module):
-    """GPT-2, its initial weights drawn from seed alone. flash picks the attention; dropout is the
-    share of the activations that training leaves out. Neither changes the checkpoint."""
+class ChunkedLoss(torch.autograd.Function):
+    """Cross-entropy over a linear head for chunk tokens at a time, each with its gradients at once:
+    the logits and their gradient, the largest tensors of all, never exist whole. Exact but for the
+    order in which the chunks' parts of the weight's gradient are added up, in float32."""
 
-    def __init__(self, config: GPTConfig, flash: bool = True, seed: int = 0, dropout: float = 0.0):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int):
+        """x (N, C), weight (V, C), bias (V,), which gets no gradient, and targets (N,) -> the mean
+        loss, (). x and the products are of autocast's type where it is on."""
+        kind, loss = x.device.type, torch.zeros((), device=x.device)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        x, w = x.to(dtype), weight.to(dtype)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight)
+        for a in range(0, len(x), chunk):
+            part, ids = x[a : a + chunk], targets[a : a + chunk, None]
+            log_probs = F.linear(part, w, bias).float().log_softmax(dim=-1)  # (chunk, V)
+            loss -= log_probs.gather(1, ids).sum()
+            ones = torch.ones_like(ids, dtype=torch.float32)
+            dlogits = log_probs.exp_().scatter_add_(1, ids, -ones).to(dtype)
+            dx[a : a + chunk] = dlogits @ w  # not divided by N yet: float16 could not hold it
+            dw = dw.addmm_(dlogits.t(), part) if dtype == dw.dtype else dw + dlogits.t() @ part
+        ctx.save_for_backward(dx, dw)
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx, dloss: Tensor):
+        dx, dw = ctx.saved_tensors
+        scale = dloss / len(dx)
+        return dx * scale, dw * scale, None, None, None
+
+
+class GPT(nn.Module):
+    """GPT-2, its initial weights drawn from seed alone. The other arguments say how it is computed
+    and change no checkpoint: flash picks the attention; dropout is the share of the activations
+    that training leaves out; bf16_residual keeps the residual stream in bfloat16; recompute holds
+    each block's input alone for the backward pass, which computes the block again; with
+    loss_chunk_tokens the head sees so many tokens at a time."""
+
+    def __init__(self, config: GPTConfig, flash: bool = True, seed: int = 0, dropout: float = 0.0,
+                 bf16_residual=False, recompute=False, loss_chunk_tokens=0):  # fmt: skip
         super().__init__()
         self.config, self.drop = config, nn.Dropout(dropout)
+        self.bf16_residual, self.recompute = bf16_residual, recompute
+        self.loss_chunk_tokens = loss_chunk_tokens
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(config.num_rows, config.n_embd),
             "wpe": nn.Embedding(config.seq_len, config.n_embd),
@@ -177,17 +215,24 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens are more than seq_len {self.config.seq_len}")
         pos = torch.arange(past, T, device=idx.device)
         x = self.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
+        x = x.bfloat16() if self.bf16_residual else x
         for block in self.transformer.h:
-            x = block(x, cache)
+            again = self.recompute and torch.is_grad_enabled()
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)
         return self.transformer.ln_f(x)
 
-    def head(self, x: Tensor) -> Tensor:
-        """Logits of the next token: (..., C) -> (..., V), -inf for the padded rows: they have no
-        part in the loss, so padding changes the speed but not the mathematics."""
+    def padding_bias(self, x: Tensor) -> Tensor | None:
+        """What is added to the logits that are made of x: (V,), -inf for the padded rows. They have
+        no part in the loss, so padding changes the speed but not the mathematics."""
+        if not self.config.pad_vocab:
+            return None
         ids = torch.arange(self.config.num_rows, device=x.device)
-        is_padding = ids >= self.config.vocab_size  # (V,)
-        bias = torch.zeros_like(ids, dtype=x.dtype).masked_fill(is_padding, -math.inf)
-        return F.linear(x, self.lm_head.weight, bias if self.config.pad_vocab else None)
+        is_padding = ids >= self.config.vocab_size
+        return torch.zeros_like(ids, dtype=x.dtype).masked_fill(is_padding, -math.inf)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits of the next token: (..., C) -> (..., V)."""
+        return F.linear(x, self.lm_head.weight, self.padding_bias(x))
 
     def logits(self, idx: Tensor) -> Tensor:
         """Next-token logits at every position: idx (B, T) -> (B, T, V)."""
@@ -195,7 +240,13 @@ class GPT(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the targets, in nats per token: two (B, T) -> ()."""
-        return F.cross_entropy(self.logits(idx).flatten(0, 1), targets.flatten())
+        x, targets = self.features(idx).flatten(0, 1), targets.flatten()
+        if not (chunk := self.loss_chunk_tokens):
+            return F.cross_entropy(self.head(x), targets)
+        if torch.is_grad_enabled():
+            return ChunkedLoss.apply(x, self.lm_head.weight, self.padding_bias(x), targets, chunk)
+        parts = zip(x.split(chunk), targets.split(chunk), strict=True)
+        return sum(F.cross_entropy(self.head(a), b, reduction="sum") for a, b in parts) / len(x)
 
     @torch.no_grad()
     def answer_losses(self, rows: list[tuple[Tensor, int]]) -> Tensor:

@@ -44,6 +44,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dataloader import (
@@ -64,15 +65,18 @@ from model import GPT, SHAPES, GPTConfig, Source, hf_config, hf_weights, read_so
 # Flags: each is declared once, here, with its type, default, unit and help
 
 
-def flag(default, help: str, least: float = -math.inf, most: float = sys.float_info.max):
-    return field(default=default, metadata={"help": help, "least": least, "most": most})
+def flag(
+    default, help: str, least: float = -math.inf, most: float = sys.float_info.max, choices=None
+):
+    limits = {"least": least, "most": most, "choices": choices}
+    return field(default=default, metadata={"help": help} | limits)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """One run. The defaults are GPT-2 124M's; RECIPES hold what differs for the other models."""
 
-    model: str = flag("gpt2", "recipe; nano is the default where there is no GPU")
+    model: str = flag("gpt2", "recipe; nano is the default where there is no GPU", choices=SHAPES)
     data_dir: str = flag("", "folder of token shards; none: Python's own source, prepared at once")
     out_dir: str = flag("", "folder of the run; none: the next free out/001, out/002, ...")
     resume: bool = flag(False, "go on from the run's newest good checkpoint, or start it")
@@ -126,6 +130,13 @@ class TrainConfig:
     flash: bool = flag(True, "speed-up 4: attention in one fused kernel")
     pad_vocab: bool = flag(True, "speed-up 5: an embedding of 50,304 rows instead of 50,257")
     fused: bool = flag(True, "speed-up 6: AdamW in one kernel")
+    compile_mode: str = flag("default", "max-autotune takes minutes more to find faster kernels",
+                             choices=("default", "max-autotune-no-cudagraphs"))  # fmt: skip
+    bf16_residual: bool = flag(False, "the residual stream in bfloat16 too, with --bf16")
+    fp16: bool = flag(False, "float16 and a gradient scaler, for GPUs without bfloat16")
+    recompute: bool = flag(False, "less memory: the backward pass computes each block again")
+    loss_chunk_tokens: int = flag(0, "less memory: tokens at a time in the loss; 0: all", 0)
+    profile: bool = flag(False, "write what the third step does, for chrome://tracing")
 
     def __post_init__(self):
         for f in fields(self):
@@ -143,6 +154,12 @@ class TrainConfig:
         if self.seq_len > most:
             more = f"--seq-len {self.seq_len} is more than the {most} positions of {self.model}"
             raise ValueError(f"{more}: try --seq-len {most}")
+        if self.bf16 and self.fp16:
+            raise ValueError("--bf16 and --fp16 are two types for the same: leave one out")
+        if self.bf16_residual and not self.bf16:
+            raise ValueError("--bf16-residual needs --bf16: add it")
+        if self.compile_mode != "default" and not self.compile:
+            raise ValueError(f"--compile-mode {self.compile_mode} needs --compile: add it")
         self.shape(vocab_size=1)  # raises if the heads do not divide the channels
 
     def shape(self, vocab_size: int) -> GPTConfig:
@@ -164,6 +181,7 @@ class TrainConfig:
 
 
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
+COMPUTED = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
 HF_TOKENIZER = {  # of GPT-2, as tokenizer_config.json says it
     "tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024,
 } | dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")  # fmt: skip
@@ -173,8 +191,9 @@ FIXED = ("model", "seed", "shuffle", *SHAPE_FLAGS)
 UNSEEN = ("data_dir", "out_dir", "resume", "init_from", "eval_every", "eval_tokens", "save_every",
           "keep", "check_every", "timeout_s", "hellaswag", "hellaswag_every", "sample_every",
           "num_samples", "sample_tokens", "prompt", "temperature", "top_k", "top_p", "tensorboard",
-          "eval_only", "sample_only", "export")  # fmt: skip
-ROUNDING = ("micro_batch_size", "tf32", "bf16", "compile", "flash", "fused", "deterministic")
+          "eval_only", "sample_only", "export", "profile")  # fmt: skip
+ROUNDING = ("micro_batch_size", "tf32", "bf16", "compile", "flash", "fused", "deterministic",
+            "compile_mode", "bf16_residual", "fp16", "recompute", "loss_chunk_tokens")  # fmt: skip
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -208,9 +227,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for f in fields(TrainConfig):
         kind = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
-        choices = {"choices": list(RECIPES)} if f.name == "model" else {}
+        kind |= {"choices": list(f.metadata["choices"])} if f.metadata["choices"] else {}
         text = f"{f.metadata['help']} (default: {default_text(f.name, f.default)})"
-        parser.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **kind, **choices)
+        parser.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **kind)
     return parser
 
 
@@ -247,6 +266,8 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     steps = given.get("steps", values.get("steps", TrainConfig.steps))
     warmup_steps = values.get("warmup_steps", TrainConfig.warmup_steps)
     values["warmup_steps"] = min(warmup_steps, steps // 5)
+    if given.get("fp16"):
+        values["bf16"] = False
     return TrainConfig(**values | given), set(given)
 
 
@@ -360,12 +381,12 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, values: list[Tensor]) -> list[float]:
-        """Each value added up over the ranks, in one all-reduce. Waits for the device."""
+    def sum(self, values: list[Tensor]) -> Tensor:
+        """Each value added up over the ranks, in one all-reduce: (len(values),), float32."""
         packed = torch.stack([value.float() for value in values])
         if self.size > 1:
             dist.all_reduce(packed)
-        return packed.tolist()
+        return packed
 
     def gather(self, value) -> list:
         """The value of each rank, on all of them."""
@@ -465,6 +486,7 @@ class TrainState:
     model: GPT
     optimizer: torch.optim.Optimizer
     loader: ShardLoader
+    scaler: torch.amp.GradScaler  # of --fp16; else it does nothing
     step: int = 0
     skipped: list[str] = field(default_factory=list)  # steps that were not applied, and why
 
@@ -473,6 +495,7 @@ class TrainState:
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict()["state"],
+            "scaler": self.scaler.state_dict(),
             "position": self.loader.position,
             "skipped": list(self.skipped),
         }
@@ -484,10 +507,13 @@ class TrainState:
         self.model.load_state_dict(saved["model"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
+        if saved["scaler"]:  # empty without --fp16
+            self.scaler.load_state_dict(saved["scaler"])
         self.loader.position = saved["position"]
 
 
-PARTS = ("step", "model", "optimizer", "position", "skipped", "identity", "config", "environment")
+PARTS = ("step", "model", "optimizer", "scaler", "position", "skipped", "identity", "config",
+         "environment")  # fmt: skip
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
@@ -640,7 +666,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def autocast(config: TrainConfig, device: torch.device):
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.bf16)
+    dtype = torch.float16 if config.fp16 else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=config.bf16 or config.fp16)
 
 
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
@@ -651,7 +678,8 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if world.device.type == "cpu":
         keep_freed_memory()
-    net = torch.compile(model, dynamic=False) if config.compile else model
+    mode = config.compile_mode
+    net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
@@ -670,13 +698,17 @@ def warm_up(net: nn.Module, config: TrainConfig, world: World, vocab_size: int):
     """Two throw-away passes on made-up tokens: they compile, find out whether the memory suffices,
     and let DDP rearrange its buckets, which it does after the first backward pass of a process and
     which changes how sums round: without them a resumed run would differ in the last bit."""
+    for _ in range(2):
+        made_up_pass(net, config, world, vocab_size)
+
+
+def made_up_pass(net: nn.Module, config: TrainConfig, world: World, vocab_size: int):
     shape = (config.micro_batch_size, config.seq_len)
     tokens = torch.arange(math.prod(shape), device=world.device).view(shape) % vocab_size
-    for _ in range(2):
-        with autocast(config, world.device):
-            loss = net(tokens, tokens.clone())  # two tensors, as in a step: else compiled twice
-        loss.backward()
-        net.zero_grad(set_to_none=True)
+    with autocast(config, world.device):
+        loss = net(tokens, tokens.clone())  # two tensors, as in a step: else compiled twice
+    loss.backward()
+    net.zero_grad(set_to_none=True)
 
 
 def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
@@ -688,7 +720,7 @@ def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
     _moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # AdamW's, later
     while world.device.type == "cuda" and B > 1:
         try:
-            warm_up(model, replace(config, micro_batch_size=B), world, model.config.vocab_size)
+            made_up_pass(model, replace(config, micro_batch_size=B), world, model.config.vocab_size)
             break
         except torch.OutOfMemoryError:
             B //= 2
@@ -700,10 +732,10 @@ def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
 
 def train_step(
     state: TrainState, net: nn.Module, config: TrainConfig, world: World, must_stop: Callable
-) -> tuple[float, float, bool]:
-    """One optimizer step over batch_tokens: the mean loss before it, the gradient's norm, and
-    whether any rank must_stop, which is asked at its end. FloatingPointError, and no update, if the
-    loss or the norm is not finite on any rank."""
+) -> tuple[float, float, bool, str]:
+    """One optimizer step over batch_tokens: the mean loss before it, the gradient's norm, whether
+    any rank must_stop, which is asked at its end, and a word if the step was left out.
+    FloatingPointError if it must not be: its loss or its norm is not finite on some rank."""
     device, num_micro = world.device, config.num_micro(world.size)
     if config.dropout:  # each step and rank its own random numbers: there is no state to save
         key = np.random.SeedSequence([config.seed, state.step, world.rank])
@@ -711,31 +743,47 @@ def train_step(
     loss_sum, bad = torch.zeros((), device=device), torch.zeros(world.size, device=device)
     for micro_step in range(num_micro):
         world.note(f"micro-step {micro_step + 1} of step {state.step + 1}")
-        x, y = (t.to(device) for t in state.loader.next_batch())
+        x, y = (t.to(device, non_blocking=True) for t in state.loader.next_batch())
         with gradient_sync(net, enabled=micro_step == num_micro - 1):
             with autocast(config, device):
                 loss = net(x, y) / num_micro  # a mean of means: backward() adds gradients up
-            loss.backward()
+            state.scaler.scale(loss).backward()
         loss_sum += loss.detach()
+    state.scaler.unscale_(state.optimizer)
     norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip or math.inf)
     bad[world.rank] = ~loss_sum.isfinite()
-    asked = torch.tensor(must_stop(), device=device)
-    loss, norm, stop, *bad = world.sum([loss_sum, norm, asked, *bad])
+    asked = torch.full((), float(must_stop()), device=device)
+    totals = world.sum([loss_sum, norm, asked, *bad])
+    update(state, config, totals[:2].isfinite().all())
+    state.loader.read_ahead()
+    loss, norm, stop, *bad = totals.tolist()  # here alone a step waits for the device
     loss, norm = loss / world.size, norm / world.size
-    if math.isfinite(loss + norm):
-        for group in state.optimizer.param_groups:
-            group["lr"] = learning_rate(state.step, config)
-        state.optimizer.step()
-    else:
-        leave_out(state, config, loss, norm, bad)
-    state.optimizer.zero_grad(set_to_none=True)
+    left_out = "" if math.isfinite(loss + norm) else leave_out(state, config, loss, norm, bad)
     state.step += 1
-    return loss, norm, stop > 0
+    return loss, norm, stop > 0, left_out
 
 
-def leave_out(state: TrainState, config: TrainConfig, loss: float, norm: float, bad: list[float]):
-    """Record a step that is not applied; FloatingPointError if there have been enough of them. bad
-    says of each rank whether its own loss was not finite."""
+def update(state: TrainState, config: TrainConfig, is_finite: Tensor):
+    """Apply the gradients if they are finite, which the device itself decides where it can."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate(state.step, config)
+    if config.fused and is_finite.device.type != "mps":
+        state.optimizer.found_inf = 1 - is_finite.float()
+        state.optimizer.step()
+    elif is_finite:
+        state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.scaler.update()
+
+
+def leave_out(
+    state: TrainState, config: TrainConfig, loss: float, norm: float, bad: list[float]
+) -> str:
+    """Why a step was not applied; FloatingPointError if there have been enough of them. bad says of
+    each rank whether its own loss was not finite. A gradient that float16 can't hold is none of
+    them: the scaler has halved the scale, and finds its place again after a resume."""
+    if config.fp16 and math.isfinite(loss) and (scale := state.scaler.get_scale()) >= 1:
+        return f"not applied: the gradient overflows float16, its scale is {scale:.0f} now"
     ranks = ", ".join(str(rank) for rank, is_bad in enumerate(bad) if is_bad) or "none alone"
     end = state.loader.position
     why = (
@@ -748,6 +796,7 @@ def leave_out(state: TrainState, config: TrainConfig, loss: float, norm: float, 
             f"{why}, the weights are those of step {state.step}; try a --learning-rate below"
             f" {config.learning_rate}, or --skip-nonfinite {len(state.skipped)}"
         )
+    return why
 
 
 def check_replicas(model: GPT, step: int, world: World):
@@ -785,7 +834,7 @@ def evaluate(
             loss = (net if len(numbers) == loader.B else model)(x, y)
         loss_sum += loss * len(numbers)
     net.train()
-    return world.sum([loss_sum])[0] / num_sequences
+    return world.sum([loss_sum]).item() / num_sequences
 
 
 def choice_losses(
@@ -832,7 +881,8 @@ def answer(
             norms = [size(choice) for choice in examples[i].choices]
             right[name] += int((losses / norms).argmin()) == examples[i].label
     counts = [torch.tensor(count, device=world.device) for count in right.values()]
-    return {n: c / len(examples) for n, c in zip(right, world.sum(counts), strict=True)}
+    totals = world.sum(counts).tolist()
+    return {n: total / len(examples) for n, total in zip(right, totals, strict=True)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1117,6 +1167,10 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     world.from_main(lambda: held.append(take(out_dir, config, shape)))
     world.note("compiling and warming up")
     run = build(config, world, data, shape, weights)
+    while not (config.micro_batch_size or fits(run)):
+        B = run.config.micro_batch_size
+        del run  # and its memory
+        run = smaller(B, config, world, data, shape, weights)
     run.held, run.examples = held, examples
     log_start(run, given, off)
     warm_up(run.net, run.config, world, shape.vocab_size)
@@ -1140,7 +1194,9 @@ def use_weights(config: TrainConfig, given: set[str], world: World) -> int:
     source = find_source(name)
     own = {n: v for n, v in source.flags.items() if n not in UNSEEN} if config.resume else {}
     own |= {n: source.flags[n] for n in ("data_dir", "eval_tokens", "prompt") if config.resume}
-    own |= {n: getattr(config, n) for n in given} | {"compile": False}
+    own |= {n: getattr(config, n) for n in given}
+    own |= {n: getattr(TrainConfig, n) for n in ("compile_mode", "bf16_residual")}
+    own["compile"] = False
     config = replace(config, **own)
     off = why_off(config, given - {"compile"}, world.device)
     config = replace(config, init_from=name, **{n: False for n in off})
@@ -1260,7 +1316,7 @@ def build(
     config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig, weights: dict | None
 ) -> Run:
     """The network and everything around it, in the state before the first step."""
-    model = GPT(shape, config.flash, config.seed, config.dropout)
+    model = GPT(shape, **{name: getattr(config, name) for name in COMPUTED})
     if weights:
         model.load_state_dict(weights)
     model.to(world.device)
@@ -1270,10 +1326,35 @@ def build(
         config = replace(config, micro_batch_size=B)
     place = config.micro_batch_size, config.seq_len, world.rank, world.size
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
-    state = TrainState(model, make_optimizer(model, config), loader)
-    rate = matmul_tflops(world.device, torch.bfloat16 if config.bf16 else torch.float32)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
+    state = TrainState(model, make_optimizer(model, config), loader, scaler)
+    dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
+    rate = matmul_tflops(world.device, dtype)
     log, env = make_log(config, world.is_main), environment(world)
     return Run(config, world, data, state, net, ShardLoader(data.val, *place), log, env, rate)
+
+
+def fits(run: Run) -> bool:
+    """Whether every rank has the memory for a pass of the network as it will run. Found out before
+    the ranks average gradients: one that fails there would leave the others waiting."""
+    try:
+        with gradient_sync(run.net, enabled=False):
+            made_up_pass(run.net, run.config, run.world, run.state.model.config.vocab_size)
+        found = True
+    except torch.OutOfMemoryError:
+        found = False
+    return all(run.world.gather(found))
+
+
+def smaller(B: int, config: TrainConfig, world: World, *others) -> Run:
+    """build, with half of the micro-batch that was tried; OutOfMemoryError if that is none."""
+    if B == 1:
+        raise torch.OutOfMemoryError("not even --micro-batch-size 1: try --recompute")
+    gc.collect()
+    torch.cuda.empty_cache()
+    if world.is_main:
+        show(f"--micro-batch-size {B} does not fit after all: trying {B // 2}")
+    return build(replace(config, micro_batch_size=B // 2), world, *others)
 
 
 def log_start(run: Run, given: set[str], off: dict[str, str]):
@@ -1416,8 +1497,9 @@ def train(run: Run, signals: Signals) -> int:
     while state.step < config.steps:
         start = time.perf_counter()
         asked = lambda: bool(signals.times) or run.lost_a_save  # noqa: E731
-        loss, norm, stop = train_step(state, run.net, config, world, asked)
-        log_step(run, loss, norm, time.perf_counter() - start)
+        with profiled(run):
+            *figures, stop, notice = train_step(state, run.net, config, world, asked)
+        log_step(run, *figures, notice, time.perf_counter() - start)
         saving = stop or due(state.step, config.save_every, config.steps)
         if saving or due(state.step, config.check_every, config.steps):
             check_replicas(state.model, state.step, world)
@@ -1440,23 +1522,47 @@ def train(run: Run, signals: Signals) -> int:
     return 0
 
 
-def log_step(run: Run, loss: float, norm: float, seconds: float):
+def log_step(run: Run, loss: float, norm: float, notice: str, seconds: float):
     config, step, finite = run.config, run.state.step, math.isfinite(loss + norm)
     run.seconds.append(seconds)
     tokens_per_s = config.batch_tokens / seconds
     tflops = tokens_per_s * run.state.model.flops_per_token() / run.world.size / 1e12  # of a rank
     lr, mfu = learning_rate(step - 1, config), tflops / run.matmul_tflops
     left = timedelta(seconds=int(np.mean(run.seconds[-100:]) * (config.steps - step)))
-    notice = spike(run.losses, loss) if finite else f" | {run.state.skipped[-1]}"
+    notice = notice or spike(run.losses, loss)
     run.losses += [loss] * finite
     run.log(
         f"step {step}/{config.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} |"
         f" {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s | {mfu:.0%} MFU | {left} left"
-        f"{notice}",
+        f"{' | ' * bool(notice)}{notice}",
         step=step, loss=loss if finite else None, grad_norm=norm if finite else None,
         learning_rate=lr, ms=1000 * seconds, mfu=mfu, tokens_per_s=tokens_per_s, tflops=tflops,
         peak_mib=peak_memory_mib(run.world.device), **({"notice": notice} if notice else {}),
     )  # fmt: skip
+
+
+@contextmanager
+def profiled(run: Run) -> Iterator[None]:
+    """With --profile, around the third step of this process: a Chrome trace of it in the run's
+    folder, and its ten largest kernels with their shares of the time."""
+    step, is_third = run.state.step + 1, len(run.seconds) == 2
+    if not (run.config.profile and is_third and run.world.is_main):
+        yield
+        return
+    with torch.profiler.profile() as profiler:
+        yield
+    path = Path(run.config.out_dir, f"trace_{step:06d}.json")
+    profiler.export_chrome_trace(str(path))
+    is_cuda = run.world.device.type == "cuda"
+    times = {
+        event.key: (event.self_device_time_total if is_cuda else event.self_cpu_time_total)
+        for event in profiler.key_averages()
+        if event.device_type == (DeviceType.CUDA if is_cuda else DeviceType.CPU)
+    }
+    largest = sorted(times, key=times.get, reverse=True)[:10]
+    shares = {name: times[name] / sum(times.values()) for name in largest}
+    lines = [f"{share:6.1%}  {name:.80}" for name, share in shares.items()]
+    run.log("\n".join([f"step {step} in {path}:", *lines]), profiled=step, shares=shares)
 
 
 def spike(losses: list[float], loss: float) -> str:
@@ -1465,7 +1571,7 @@ def spike(losses: list[float], loss: float) -> str:
     if len(recent) < 20:
         return ""
     sigmas = (loss - np.mean(recent)) / max(np.std(recent), 1e-3)
-    text = f" | SPIKE: {sigmas:.0f} standard deviations above the last {len(recent)} losses"
+    text = f"SPIKE: {sigmas:.0f} standard deviations above the last {len(recent)} losses"
     return text if sigmas > 6 else ""
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import model as model_file
 from model import GPT, SHAPES, GPTConfig, attention, flash_attention, pick
@@ -199,6 +201,85 @@ def test_dropout_acts_in_training_alone_and_by_its_own_share(flash):
     ones = torch.ones(50, 50, 4, 4)
     kept = model.transformer.h[0].attn.attend(ones, ones, ones, 0.5)  # each weight 0 or doubled
     assert kept.mean().item() == pytest.approx(1, abs=0.05) and kept.std() > 0.3
+
+
+def loss_and_gradients(dtype=None, scale=1.0, **how) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Of a network whose loss is far from ln V."""
+    model, idx, targets = spread(GPT(TINY, **how)).train(), tokens(2, 16), tokens(2, 16, seed=1)
+    torch.manual_seed(3)  # of dropout
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = model(idx, targets)
+    (loss * scale).backward()
+    return loss.detach(), [p.grad / scale for p in model.parameters()]
+
+
+@pytest.mark.parametrize("chunk", [7, 32, 100])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(None, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
+)
+def test_a_loss_in_chunks_is_the_loss(chunk, dtype, tolerance):
+    whole, grads = loss_and_gradients(dtype)
+    loss, others = loss_and_gradients(dtype, 8.0, loss_chunk_tokens=chunk)
+    assert_close(loss, whole, rtol=tolerance, atol=0)
+    for grad, other in zip(grads, others, strict=True):
+        assert (grad - other).norm() <= tolerance * grad.norm() + 1e-12
+    with torch.no_grad():
+        model = spread(GPT(TINY, loss_chunk_tokens=chunk))
+        loss = model(tokens(2, 16), tokens(2, 16, seed=1))
+    assert_close(loss, loss_and_gradients()[0], rtol=1e-6, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that is made inside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.numel = max([self.numel, *(t.numel() for t in made)])
+        return result
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_in_chunks_the_logits_never_exist_whole(grad):
+    sizes, shape = {}, dataclasses.replace(TINY, n_embd=4)
+    for chunk in (0, 8):
+        model = GPT(shape, loss_chunk_tokens=chunk)
+        with torch.set_grad_enabled(grad), Largest() as largest:
+            loss = model(tokens(8, 16), tokens(8, 16))
+            if grad:
+                loss.backward()
+        sizes[chunk] = largest.numel
+    assert sizes[0] == 8 * 16 * 128 and sizes[8] == max(8 * 128, 8 * 16 * 16)
+
+
+def test_recomputing_changes_no_bit_and_holds_less():
+    def run(recompute: bool):
+        held = []
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        with hooks(lambda t: held.append(t.nbytes) or t, lambda t: t):
+            found = loss_and_gradients(recompute=recompute, dropout=0.3)
+        return found, sum(held)
+
+    ((loss, grads), held), ((again, others), less) = run(False), run(True)
+    assert torch.equal(loss, again) and all(map(torch.equal, grads, others))
+    assert less < held / 2
+
+
+def test_a_bf16_residual_is_bfloat16_and_its_weights_float32():
+    seen, model = [], GPT(TINY, bf16_residual=True)
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda _, args, y: seen.extend([args[0].dtype, y.dtype]))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens(2, 16), tokens(2, 16)).backward()
+    assert seen == [torch.bfloat16] * 4
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+    loss, grads = loss_and_gradients()
+    rounded, others = loss_and_gradients(torch.bfloat16, bf16_residual=True)
+    assert_close(rounded, loss, rtol=2e-2, atol=0)
+    for grad, other in zip(grads, others, strict=True):
+        assert (grad - other).norm() < 5e-2 * grad.norm() + 1e-9
 
 
 def test_a_sequence_longer_than_the_positions_is_refused():

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -82,14 +83,102 @@ def test_micro_batches_and_ranks_change_no_loss(data_dir, tmp_path, ranks):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"flash": False}, {"pad_vocab": False}, {"fused": False}, {"bf16": True}],
+    [{"flash": False}, {"pad_vocab": False}, {"fused": False}, {"bf16": True}, {"fp16": True},
+     {"bf16_residual": True, "bf16": True}, {"recompute": True}, {"loss_chunk_tokens": 5}],
     ids=lambda changes: next(iter(changes)),
-)
+)  # fmt: skip
 def test_a_speed_up_changes_no_loss_beyond_its_precision(whole, data_dir, tmp_path, changes):
-    tolerance = 2e-2 if "bf16" in changes else 1e-5
+    tolerance = 2e-2 if {"bf16", "fp16"} & {*changes} else 1e-5
     assert losses(run(tmp_path, data_dir, **changes)) == pytest.approx(
         losses(whole[1]), rel=tolerance
     )
+
+
+BEYOND = {  # the lecture: flags, and the relative difference that ranks and micro-batches may make
+    "fp16": ({"fp16": True}, 1e-2),
+    "bf16_residual": ({"bf16_residual": True, "bf16": True}, 2e-2),
+    "memory": ({"recompute": True, "loss_chunk_tokens": 5}, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
+    """After a kill, to the bit; on other ranks with another micro-batch, to its precision."""
+    changes, tolerance = BEYOND[name]
+    line = flags(data_dir=data_dir, out_dir="run", dropout=0.1, **changes)
+    assert train(line, tmp_path / "whole", ranks)[0] == 0
+    assert train(line, tmp_path / "killed", ranks, kill_after=7)[0] not in range(8)
+    assert train([*line, "--resume"], tmp_path / "killed", ranks)[0] == 0
+    assert losses(tmp_path / "killed" / "run") == losses(tmp_path / "whole" / "run")
+    assert digest(tmp_path / "killed" / "run") == digest(tmp_path / "whole" / "run")
+    one, other = (
+        losses(run(tmp_path, data_dir, f"B{B}", n, micro_batch_size=B, **changes))
+        for n, B in ((1, 1), (ranks, 3))
+    )
+    assert other == pytest.approx(one, rel=tolerance)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_float16_finds_its_scale_and_keeps_it(data_dir, tmp_path, ranks):
+    """The first steps overflow, since the scale begins too large; after a resume it is as it was,
+    and so is the number of steps since."""
+    line = [*flags(data_dir=data_dir, out_dir="run", fp16=True, keep=3), "--resume"]
+    code, out, err = train(line, tmp_path / "whole", ranks, inject=large_scale)
+    assert code == 0, err
+    left_out = re.findall(
+        r"step (\d+)/.* not applied: the gradient overflows float16, .* (\d+) now", out
+    )
+    assert len(left_out) > 2 and left_out[0] == ("1", str(2**33))
+    saved = read_checkpoint(tmp_path / "whole" / "run" / "checkpoint_000005.pt")
+    assert saved["scaler"]["scale"] == 2.0 ** (34 - sum(int(step) <= 5 for step, _ in left_out))
+    assert saved["skipped"] == []
+    assert train(line, tmp_path / "killed", ranks, kill_after=7, inject=large_scale)[
+        0
+    ] not in range(8)
+    assert train(line, tmp_path / "killed", ranks, inject=large_scale)[0] == 0
+    whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
+    assert losses(killed) == losses(whole) and digest(killed) == digest(whole)
+    scalers = [read_checkpoint(train_gpt2.checkpoints(d)[0])["scaler"] for d in (whole, killed)]
+    assert scalers[0] == scalers[1] and scalers[0]["_growth_tracker"] == 12 - len(left_out)
+
+
+def large_scale(rank: int):
+    torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=2.0**34)
+
+
+def test_a_profile_shows_where_the_time_of_a_step_goes(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", profile=True, steps=4, warmup_steps=1)
+    code, out, err = train(line, tmp_path)
+    assert code == 0, err
+    trace = json.loads((tmp_path / "run" / "trace_000003.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    [shares] = [r["shares"] for r in train_gpt2.read_log(tmp_path / "run") if "shares" in r]
+    assert len(shares) == 10 and 0.3 < sum(shares.values()) <= 1
+    assert {"aten::addmm", "aten::mm"} <= shares.keys() <= names
+    assert f"{shares['aten::addmm']:6.1%}  aten::addmm" in out
+
+
+def test_a_micro_batch_that_does_not_fit_after_all_is_halved(data_dir, tmp_path):
+    """As when compiled passes need more than plain ones, on one rank alone."""
+    line = flags(data_dir=data_dir, out_dir="run", micro_batch_size=None, batch_tokens=512)
+    code, out, err = train(line, tmp_path, 2, inject=partial(little_memory, 4))
+    assert code == 0, err
+    tried = re.findall(r"--micro-batch-size (\d+) does not fit after all: trying (\d+)", out)
+    assert tried == [("16", "8"), ("8", "4")] and "--micro-batch-size=4" in out
+    code, _, err = train(line, tmp_path / "none", 2, inject=partial(little_memory, 0))
+    assert code == 2 and "not even --micro-batch-size 1: try --recompute" in err
+
+
+def little_memory(most: int, rank: int):
+    forward = GPT.forward
+
+    def forward_or_fail(self, idx, targets):
+        if len(idx) > most and rank == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return forward(self, idx, targets)
+
+    GPT.forward = forward_or_fail
 
 
 @pytest.mark.slow
@@ -793,6 +882,12 @@ MISTAKES = {
     "other padding": (with_run(pad_vocab=False), "--pad-vocab: the run in .* has True, this one F"),
     "another seed": (with_run(seed=7), "--seed: the run in .*run has 1337, this one 7; give it"),
     "another order": (with_run(shuffle=False), "--shuffle: the run in .* has True, this one False"),
+    "two types": ({"bf16": True, "fp16": True}, "--bf16 and --fp16 are two types for the same: l"),
+    "half a residual": ({"bf16_residual": True, "bf16": False}, "--bf16-residual needs --bf16: ad"),
+    "a mode of nothing": (
+        {"compile_mode": "max-autotune-no-cudagraphs"}, "--compile-mode max-.* needs --compile: add"
+    ),
+    "no such mode": ({"compile_mode": "fast"}, "--compile-mode: invalid choice: 'fast' .choose fr"),
     "dropout": ({"dropout": 1.0}, "--dropout 1.0 must be a number of at least 0 and at most 0.99"),
     "a share above 1": ({"top_p": 1.5}, "--top-p 1.5 must be .* at most 1"),
     "no questions": ({"hellaswag": "none.bin"}, "none.bin is not a whole file of multiple-choice"),
