@@ -507,13 +507,12 @@ class TrainState:
         self.model.load_state_dict(saved["model"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
-        if saved["scaler"]:  # empty without --fp16
-            self.scaler.load_state_dict(saved["scaler"])
+        if scaler := saved.get("scaler"):  # there is none without --fp16
+            self.scaler.load_state_dict(scaler)
         self.loader.position = saved["position"]
 
 
-PARTS = ("step", "model", "optimizer", "scaler", "position", "skipped", "identity", "config",
-         "environment")  # fmt: skip
+PARTS = ("step", "model", "optimizer", "position", "skipped", "identity", "config", "environment")
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
