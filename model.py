@@ -166,7 +166,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, dloss: Tensor):
         dx, dw = ctx.saved_tensors
         scale = dloss / len(dx)
-        return dx * scale, dw * scale, None, None, None
+        return dx.mul_(scale), dw.mul_(scale), None, None, None  # no second copy of the largest
 
 
 class GPT(nn.Module):

@@ -136,6 +136,7 @@ class TrainConfig:
     fp16: bool = flag(False, "float16 and a gradient scaler, for GPUs without bfloat16")
     recompute: bool = flag(False, "less memory: the backward pass computes each block again")
     loss_chunk_tokens: int = flag(0, "less memory: tokens at a time in the loss; 0: all", 0)
+    zero: bool = flag(False, "less memory: each rank holds its part of AdamW's state alone")
     profile: bool = flag(False, "write what the third step does, for chrome://tracing")
 
     def __post_init__(self):
@@ -193,7 +194,8 @@ UNSEEN = ("data_dir", "out_dir", "resume", "init_from", "eval_every", "eval_toke
           "num_samples", "sample_tokens", "prompt", "temperature", "top_k", "top_p", "tensorboard",
           "eval_only", "sample_only", "export", "profile")  # fmt: skip
 ROUNDING = ("micro_batch_size", "tf32", "bf16", "compile", "flash", "fused", "deterministic",
-            "compile_mode", "bf16_residual", "fp16", "recompute", "loss_chunk_tokens")  # fmt: skip
+            "compile_mode", "bf16_residual", "fp16", "recompute", "loss_chunk_tokens",
+            "zero")  # fmt: skip
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -477,6 +479,51 @@ def gradient_sync(net: nn.Module, enabled: bool):
     return nullcontext() if enabled or not isinstance(net, DDP) else net.no_sync()
 
 
+class SharedAdamW(torch.optim.AdamW):
+    """AdamW whose moments are dealt out to the ranks: each updates its own parameters, and gets the
+    others from theirs (ZeRO, stage 1: Rajbhandari et al. 2020). Its state_dict is that of AdamW on
+    one rank, once all ranks have called collect. torch's ZeroRedundancyOptimizer holds its part
+    twice after load_state_dict, and leaves the steps on the CPU, where the fused AdamW fails."""
+
+    def __init__(self, groups: list[dict], world: World, **options):
+        super().__init__(groups, **options)
+        self.world, self.params = world, [p for group in groups for p in group["params"]]
+        loads, self.owners, self.collected = [0] * world.size, {}, {}
+        for p in sorted(self.params, key=Tensor.numel, reverse=True):
+            self.owners[p] = loads.index(min(loads))
+            loads[self.owners[p]] += p.numel()
+
+    def step(self):
+        for p in self.params:
+            if self.owners[p] != self.world.rank:
+                p.grad = None
+        super().step()
+        works = [dist.broadcast(p.detach(), self.owners[p], async_op=True) for p in self.params]
+        for work in works:
+            work.wait()
+
+    def collect(self):
+        """Bring the state of all ranks together on the main one, for state_dict."""
+        step = next(iter(self.state.values()))["step"].cpu()
+        for i, p in enumerate(self.params):
+            moments = {n: self.state.get(p, {}).get(n, torch.empty_like(p)) for n in MOMENTS}
+            for moment in moments.values():
+                dist.broadcast(moment, self.owners[p])
+            if self.world.is_main:
+                self.collected[i] = {n: m.to("cpu", copy=True) for n, m in moments.items()}
+                self.collected[i]["step"] = step.clone()  # else all would be one when loaded
+
+    def state_dict(self) -> dict:
+        found = super().state_dict()
+        return found | {"state": self.collected or found["state"]}
+
+    def load_state_dict(self, saved: dict):
+        own = [i for i, p in enumerate(self.params) if self.owners[p] == self.world.rank]
+        super().load_state_dict(saved | {"state": {i: saved["state"][i] for i in own}})
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 # --------------------------------------------------------------------------------------------------
 # State: all that a run needs to go on from where it stopped
 
@@ -643,14 +690,16 @@ class Codec(NamedTuple):
     decode: Callable[[int], bytes]  # of one id
 
 
-def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim.AdamW:
     """AdamW as GPT-3 set it (Brown et al. 2020, appendix B)."""
     decayed, others = model.decay_groups()
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=config.fused)
+    options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": config.fused}
+    shared = config.zero and world.size > 1
+    return SharedAdamW(groups, world, **options) if shared else torch.optim.AdamW(groups, **options)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -676,21 +725,25 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     if config.deterministic:  # which cuBLAS is only with a workspace of fixed size
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if world.device.type == "cpu":
-        keep_freed_memory()
+        handle_freed_memory(keep=not config.recompute)
     mode = config.compile_mode
     net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
-def keep_freed_memory():
+def handle_freed_memory(keep: bool):
     """Let glibc keep large freed tensors for the next ones. It would return each to the system,
-    which then clears every page anew: a sixth of a CPU's step of GPT-2 124M."""
+    which then clears every page anew: a sixth of a CPU's step of GPT-2 124M. Not where memory is
+    short: what is kept has gaps."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
         return  # another system's allocator
-    mallopt(-4, 0)  # M_MMAP_MAX: no tensor gets a mapping of its own
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+    if keep:
+        mallopt(-4, 0)  # M_MMAP_MAX: no tensor gets a mapping of its own
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+    else:
+        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, bytes: each larger tensor gets one
 
 
 def warm_up(net: nn.Module, config: TrainConfig, world: World, vocab_size: int):
@@ -1326,7 +1379,7 @@ def build(
     place = config.micro_batch_size, config.seq_len, world.rank, world.size
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
-    state = TrainState(model, make_optimizer(model, config), loader, scaler)
+    state = TrainState(model, make_optimizer(model, config, world), loader, scaler)
     dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
     rate = matmul_tflops(world.device, dtype)
     log, env = make_log(config, world.is_main), environment(world)
@@ -1504,6 +1557,8 @@ def train(run: Run, signals: Signals) -> int:
             check_replicas(state.model, state.step, world)
         if saving:
             world.note(f"a save after step {state.step}")
+            if isinstance(state.optimizer, SharedAdamW):
+                state.optimizer.collect()
             world.from_main(partial(save, run, stop or state.step == config.steps))
         if stop and state.step < config.steps:
             run.log(f"stopped by a signal after step {state.step}; go on with the same command,"

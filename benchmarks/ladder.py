@@ -9,7 +9,8 @@
 
 Each rung adds one speed-up to those before it. It is a run of train_gpt2.py in a process of its
 own, and its row is read from that run's log; the command is printed, so that anyone can type it.
-All rungs are climbed once up and once down, since a machine's speed drifts.
+All rungs are climbed once up and once down, since a machine's speed drifts. What goes beyond the
+lecture is off by default: each such rung is added to the lecture's alone, and not carried on.
 
 That the mathematics stayed the same is shown by the losses and the gradient norms of all steps,
 which must be those of the base, from the same weights and the same tokens. In bfloat16 and TF32
@@ -47,11 +48,20 @@ LEFT_OUT = 3  # steps at the start of a process, in which memory and caches fill
 BUSY = 0.1  # share of the machine that may be used by others before a run
 IDLE_WITHIN_S = 5
 SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")
-PRECISIONS = ("tf32", "bf16")  # these change the numbers, all others do not
+BEYOND = {  # the lecture: what each changes
+    "bf16-residual": {"bf16-residual": True},
+    "max-autotune": {"compile-mode": "max-autotune-no-cudagraphs"},
+    "loss-chunk-tokens": {"loss-chunk-tokens": 1024},
+    "recompute": {"recompute": True},
+    "fp16": {"bf16": False, "fp16": True},
+}
+PRECISIONS = ("tf32", "bf16", "fp16")  # these change the numbers, all others do not
 NAMES = {
     "base": "float32, everything off", "tf32": "TF32", "bf16": "BF16 autocast",
     "compile": "torch.compile", "flash": "flash attention", "pad-vocab": "padded vocabulary",
     "fused": "fused AdamW", "accumulation": "accumulation", "all": "everything on",
+    "bf16-residual": "BF16 residual stream", "fp16": "FP16 instead of BF16",
+    "loss-chunk-tokens": "loss in chunks", "recompute": "recompute blocks",
 }  # fmt: skip
 # Largest relative differences from the base's losses and gradient norms. In float32 only the order
 # of additions differs: 4e-7 was seen. bfloat16 moved 124M by 2e-3 and 3e-2, and one sequence of 256
@@ -207,7 +217,7 @@ def processor_ticks() -> tuple[int, int]:
 
 def rung_names(args: Namespace) -> list[str]:
     ranks = [f"{n} ranks" for n in args.ranks]
-    names = [n for n in (*SPEED_UPS, "accumulation", *ranks) if n not in args.skip]
+    names = [n for n in (*SPEED_UPS, *BEYOND, "accumulation", *ranks) if n not in args.skip]
     return ["base", *(n for n in names if not args.only or n in args.only)]
 
 
@@ -216,6 +226,8 @@ def change(name: str, flags: dict, args: Namespace) -> dict:
     B, T = flags["micro-batch-size"], flags["seq-len"]
     if name in SPEED_UPS:
         return {name: True}
+    if name in BEYOND:
+        return BEYOND[name]
     if name == "accumulation":
         return {"batch-tokens": args.batch_tokens or (524_288 if machine.num_gpus() else 8 * B * T)}
     if name.endswith("ranks"):
@@ -231,6 +243,8 @@ def alone(name: str, base: dict) -> tuple[dict, dict] | None:
     B, T = base["micro-batch-size"], base["seq-len"]
     if name in SPEED_UPS:
         return None if name in PRECISIONS else (base | {name: True}, base)
+    if name in ("loss-chunk-tokens", "recompute"):
+        return base | BEYOND[name], base
     if name == "accumulation":
         twice = base | {"micro-batch-size": 2 * B, "batch-tokens": 2 * B * T}
         return (base | {"micro-batch-size": B // 2}, base) if B % 2 == 0 else (
@@ -247,7 +261,7 @@ def difference(run: dict, other: dict) -> dict:
     flags, other_flags = run["flags"], other["flags"]
     if flags["batch-tokens"] != other_flags["batch-tokens"]:
         return {"loss": abs(run["loss"][0] / other["loss"][0] - 1), "tolerances": ANOTHER_BATCH}
-    lower = any(flags[name] or other_flags[name] for name in PRECISIONS)
+    lower = any(some.get(name) for name in PRECISIONS for some in (flags, other_flags))
     found = {"tolerances": LOWER if lower else FLOAT32}
     for key in ("loss", "grad_norm"):
         pairs = zip(run[key], other[key], strict=True)
@@ -360,7 +374,7 @@ class Ladder:
         flags = base_flags(self.args)
         for name in rung_names(self.args):
             rung = self.rung(name, flags | change(name, flags, self.args))
-            if rung["state"] == "measured":
+            if rung["state"] == "measured" and name not in BEYOND:
                 flags = rung["flags"]
 
     def leave_one_out(self):
@@ -431,10 +445,11 @@ def rows(content: dict) -> list[dict]:
     leave_one_out = content["settings"]["leave_one_out"]
     for rung in content["rungs"]:
         name = rung["name"]
-        plus = "+ " if name in (*SPEED_UPS, "accumulation") else ""
+        plus = "+ " if name in (*SPEED_UPS, *BEYOND, "accumulation") else ""
         row = {"rung": plus + NAMES.get(name, name), "ms/step": f"{rung['state']}: {rung['why']}"}
         if rung["state"] == "measured":
-            before = measured[max(0, measured.index(rung) - 1)]
+            below = [r for r in measured[: measured.index(rung)] if r["name"] not in BEYOND]
+            before = below[-1] if below else rung
             factors = {
                 "x before": speed(rung) / speed(before),
                 "x base": speed(rung) / speed(measured[0]),
@@ -599,7 +614,7 @@ def settle(args: Namespace):
     args.steps = args.steps or (40 if args.model == "nano" else 20)
     asked = args.ranks or [n for n in (2, 4, 8) if n <= devices]
     args.ranks = [n for n in asked if n > 1]  # one rank is what all other rungs are
-    known = [*SPEED_UPS, "accumulation", *(f"{n} ranks" for n in args.ranks)]
+    known = [*SPEED_UPS, *BEYOND, "accumulation", *(f"{n} ranks" for n in args.ranks)]
     for name in args.only + args.skip:
         if name not in known or (args.leave_one_out and name.endswith("ranks")):
             raise ValueError(f"--only and --skip take {', '.join(known)}, not {name}")

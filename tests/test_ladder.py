@@ -117,15 +117,20 @@ def test_the_whole_ladder(tmp_path, data_dir):
     project = copy_of_project(tmp_path / "project")
     content, text = climb(project, data_dir, "--ranks", "2,999", "--skip", "compile")
     names = [name for name in ladder.SPEED_UPS if name != "compile"]
-    expected = dict.fromkeys(["base", *names, "accumulation", "2 ranks"], "measured")
-    missing = {"tf32": "not on this device", "999 ranks": "not on this device"}
+    names += [*ladder.BEYOND, "accumulation"]
+    expected = dict.fromkeys(["base", *names, "2 ranks"], "measured")
+    missing = dict.fromkeys(["tf32", "max-autotune", "999 ranks"], "not on this device")
     assert states(content) == expected | missing
     for rung in content["rungs"]:
         assert rung["why"] if rung["name"] in missing else len(rung["runs"]) == 2
         for run in rung["runs"]:
             assert len(run["ms"]) == len(run["loss"]) == 2 + ladder.LEFT_OUT
     alone = [rung["name"] for rung in content["rungs"] if "alone" in rung]
-    assert alone == ["flash", "pad-vocab", "fused", "accumulation", "2 ranks"]
+    memory = ["loss-chunk-tokens", "recompute"]
+    assert alone == ["flash", "pad-vocab", "fused", *memory, "accumulation", "2 ranks"]
+    commands = {rung["name"]: rung["command"] for rung in content["rungs"]}
+    assert "--recompute" in commands["recompute"] and "--fp16" in commands["fp16"]
+    assert not re.search("--recompute|--fp16|--loss-chunk|--bf16-res", commands["accumulation"])
     assert content["complete"] and "Not finished" not in text
     [picture] = (project / "benchmarks" / "results").glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,5 +1,6 @@
 """Tests ../train_gpt2.py: what a run promises, by whole runs in processes of their own."""
 
+import gc
 import io
 import json
 import math
@@ -98,6 +99,7 @@ BEYOND = {  # the lecture: flags, and the relative difference that ranks and mic
     "fp16": ({"fp16": True}, 1e-2),
     "bf16_residual": ({"bf16_residual": True, "bf16": True}, 2e-2),
     "memory": ({"recompute": True, "loss_chunk_tokens": 5}, 1e-6),
+    "zero": ({"zero": True}, 1e-6),
 }
 
 
@@ -117,6 +119,47 @@ def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
         for n, B in ((1, 1), (ranks, 3))
     )
     assert other == pytest.approx(one, rel=tolerance)
+
+
+@pytest.mark.parametrize("changes", [{}, {"fused": False}, {"fp16": True}])
+def test_zero_changes_no_bit_and_shares_out_the_moments(data_dir, tmp_path, changes):
+    """Its checkpoint is that of other runs, which go on from it and it from theirs."""
+    whole = run(tmp_path, data_dir, "whole", 3, **changes)
+    line = flags(data_dir=data_dir, out_dir="run", zero=True, **changes)
+    code, _, err = train(line, tmp_path, 3, inject=count_moments)
+    assert code == 0, err
+    assert losses(tmp_path / "run") == losses(whole) and digest(tmp_path / "run") == digest(whole)
+    counts = [json.loads((tmp_path / f"moments{rank}").read_text()) for rank in range(3)]
+    num_moments = 2 * sum(t.numel() for n, t in weights(whole).items() if n != "lm_head.weight")
+    assert sum(counts) == num_moments and max(counts) < 0.4 * num_moments
+    saved, other = (read_checkpoint(d / "checkpoint_000012.pt") for d in (tmp_path / "run", whole))
+    assert torch.equal(flat(saved["optimizer"]), flat(other["optimizer"]))
+
+
+def flat(state: dict) -> torch.Tensor:
+    return torch.cat([state[i][name].flatten() for i in sorted(state) for name in sorted(state[i])])
+
+
+def count_moments(rank: int):
+    save = train_gpt2.check_replicas
+
+    def count_and_check(model, *args):
+        save(model, *args)
+        [optimizer] = [o for o in gc.get_objects() if type(o) is train_gpt2.SharedAdamW]
+        moments = [t.numel() for s in optimizer.state.values() for t in s.values() if t.dim()]
+        Path(f"moments{rank}").write_text(json.dumps(sum(moments)))
+
+    train_gpt2.check_replicas = count_and_check
+
+
+def test_a_run_goes_on_with_zero_and_without(whole, data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", save_every=3)
+    assert train([*line, "--zero"], tmp_path, 3, kill_after=4)[0] not in range(8)
+    code, out, err = train([*line, "--resume"], tmp_path, 2, kill_after=7)
+    assert code not in range(8) and "--zero False instead of True" in out
+    code, out, err = train([*line, "--zero", "--resume"], tmp_path, 3)
+    assert code == 0 and "resumed after step 6" in out, err
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
