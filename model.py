@@ -150,6 +150,7 @@ class ChunkedLoss(torch.autograd.Function):
         kind, loss = x.device.type, torch.zeros((), device=x.device)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, w = x.to(dtype), weight.to(dtype)
+        chunk = min(chunk, 4096) if dtype == torch.float16 else chunk  # it holds sums to 65,504
         dx, dw = torch.empty_like(x), torch.zeros_like(weight)
         for a in range(0, len(x), chunk):
             part, ids = x[a : a + chunk], targets[a : a + chunk, None]
@@ -158,7 +159,10 @@ class ChunkedLoss(torch.autograd.Function):
             ones = torch.ones_like(ids, dtype=torch.float32)
             dlogits = log_probs.exp_().scatter_add_(1, ids, -ones).to(dtype)
             dx[a : a + chunk] = dlogits @ w  # not divided by N yet: float16 could not hold it
-            dw = dw.addmm_(dlogits.t(), part) if dtype == dw.dtype else dw + dlogits.t() @ part
+            if dtype == dw.dtype:
+                dw.addmm_(dlogits.t(), part)
+            else:
+                dw += dlogits.t() @ part
         ctx.save_for_backward(dx, dw)
         return loss / len(x)
 
@@ -177,7 +181,8 @@ class GPT(nn.Module):
     loss_chunk_tokens the head sees so many tokens at a time."""
 
     def __init__(self, config: GPTConfig, flash: bool = True, seed: int = 0, dropout: float = 0.0,
-                 bf16_residual=False, recompute=False, loss_chunk_tokens=0):  # fmt: skip
+                 bf16_residual: bool = False, recompute: bool = False,
+                 loss_chunk_tokens: int = 0):  # fmt: skip
         super().__init__()
         self.config, self.drop = config, nn.Dropout(dropout)
         self.bf16_residual, self.recompute = bf16_residual, recompute

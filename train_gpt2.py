@@ -137,7 +137,9 @@ class TrainConfig:
     recompute: bool = flag(False, "less memory: the backward pass computes each block again")
     loss_chunk_tokens: int = flag(0, "less memory: tokens at a time in the loss; 0: all", 0)
     zero: bool = flag(False, "less memory: each rank holds its part of AdamW's state alone")
-    profile: bool = flag(False, "write what the third step does, for chrome://tracing")
+    profile: bool = flag(
+        False, "write what the third step does (or the last), for chrome://tracing"
+    )
 
     def __post_init__(self):
         for f in fields(self):
@@ -158,7 +160,8 @@ class TrainConfig:
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 are two types for the same: leave one out")
         if self.bf16_residual and not self.bf16:
-            raise ValueError("--bf16-residual needs --bf16: add it")
+            cure = "leave out --fp16" if self.fp16 else "add it"
+            raise ValueError(f"--bf16-residual needs --bf16: {cure}")
         if self.compile_mode != "default" and not self.compile:
             raise ValueError(f"--compile-mode {self.compile_mode} needs --compile: add it")
         self.shape(vocab_size=1)  # raises if the heads do not divide the channels
@@ -182,7 +185,7 @@ class TrainConfig:
 
 
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
-COMPUTED = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
+NETWORK_FLAGS = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
 HF_TOKENIZER = {  # of GPT-2, as tokenizer_config.json says it
     "tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024,
 } | dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")  # fmt: skip
@@ -194,8 +197,7 @@ UNSEEN = ("data_dir", "out_dir", "resume", "init_from", "eval_every", "eval_toke
           "num_samples", "sample_tokens", "prompt", "temperature", "top_k", "top_p", "tensorboard",
           "eval_only", "sample_only", "export", "profile")  # fmt: skip
 ROUNDING = ("micro_batch_size", "tf32", "bf16", "compile", "flash", "fused", "deterministic",
-            "compile_mode", "bf16_residual", "fp16", "recompute", "loss_chunk_tokens",
-            "zero")  # fmt: skip
+            "compile_mode", "bf16_residual", "fp16", "recompute", "loss_chunk_tokens")  # fmt: skip
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -481,8 +483,8 @@ def gradient_sync(net: nn.Module, enabled: bool):
 
 class SharedAdamW(torch.optim.AdamW):
     """AdamW whose moments are dealt out to the ranks: each updates its own parameters, and gets the
-    others from theirs (ZeRO, stage 1: Rajbhandari et al. 2020). Its state_dict is that of AdamW on
-    one rank, once all ranks have called collect. torch's ZeroRedundancyOptimizer holds its part
+    others from theirs (ZeRO, stage 1: Rajbhandari et al. 2020). All ranks call state_dict, and the
+    main one gets what AdamW on one rank would give. torch's ZeroRedundancyOptimizer holds its part
     twice after load_state_dict, and leaves the steps on the CPU, where the fused AdamW fails."""
 
     def __init__(self, groups: list[dict], world: World, **options):
@@ -502,24 +504,24 @@ class SharedAdamW(torch.optim.AdamW):
         for work in works:
             work.wait()
 
-    def collect(self):
-        """Bring the state of all ranks together on the main one, for state_dict."""
-        step = next(iter(self.state.values()))["step"].cpu()
+    def state_dict(self) -> dict:
+        found = super().state_dict()
+        if not self.state:  # on no rank: nothing was updated yet
+            return found
+        step = next(iter(self.state.values()))["step"]
         for i, p in enumerate(self.params):
             moments = {n: self.state.get(p, {}).get(n, torch.empty_like(p)) for n in MOMENTS}
             for moment in moments.values():
                 dist.broadcast(moment, self.owners[p])
-            if self.world.is_main:
-                self.collected[i] = {n: m.to("cpu", copy=True) for n, m in moments.items()}
-                self.collected[i]["step"] = step.clone()  # else all would be one when loaded
-
-    def state_dict(self) -> dict:
-        found = super().state_dict()
-        return found | {"state": self.collected or found["state"]}
+            for name, value in {"step": step, **moments}.items() if self.world.is_main else ():
+                new = torch.empty_like(value, device="cpu")  # the same memory for each save
+                self.collected.setdefault(i, {}).setdefault(name, new).copy_(value)
+        return found | {"state": self.collected}
 
     def load_state_dict(self, saved: dict):
         own = [i for i, p in enumerate(self.params) if self.owners[p] == self.world.rank]
-        super().load_state_dict(saved | {"state": {i: saved["state"][i] for i in own}})
+        own = {i: saved["state"][i] for i in own if i in saved["state"]}
+        super().load_state_dict(saved | {"state": own})
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -552,7 +554,7 @@ class TrainState:
         load would bring back the old ones."""
         self.step, self.skipped = saved["step"], list(saved["skipped"])
         self.model.load_state_dict(saved["model"])
-        groups = self.optimizer.state_dict()["param_groups"]
+        groups = torch.optim.AdamW.state_dict(self.optimizer)["param_groups"]
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
         if scaler := saved.get("scaler"):  # there is none without --fp16
             self.scaler.load_state_dict(scaler)
@@ -725,13 +727,13 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     if config.deterministic:  # which cuBLAS is only with a workspace of fixed size
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if world.device.type == "cpu":
-        handle_freed_memory(keep=not config.recompute)
+        set_allocator(keep=not config.recompute)
     mode = config.compile_mode
     net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
-def handle_freed_memory(keep: bool):
+def set_allocator(keep: bool):
     """Let glibc keep large freed tensors for the next ones. It would return each to the system,
     which then clears every page anew: a sixth of a CPU's step of GPT-2 124M. Not where memory is
     short: what is kept has gaps."""
@@ -747,10 +749,11 @@ def handle_freed_memory(keep: bool):
 
 
 def warm_up(net: nn.Module, config: TrainConfig, world: World, vocab_size: int):
-    """Two throw-away passes on made-up tokens: they compile, find out whether the memory suffices,
-    and let DDP rearrange its buckets, which it does after the first backward pass of a process and
-    which changes how sums round: without them a resumed run would differ in the last bit."""
-    for _ in range(2):
+    """Throw-away passes on made-up tokens. The first compiles, and finds out whether the memory
+    suffices. The second lets DDP rearrange its buckets, which it does after the first backward pass
+    of a process and which changes how sums round: without it a resumed run would differ in the last
+    bit."""
+    for _ in range(1 if world.size == 1 else 2):
         made_up_pass(net, config, world, vocab_size)
 
 
@@ -763,13 +766,28 @@ def made_up_pass(net: nn.Module, config: TrainConfig, world: World, vocab_size: 
     net.zero_grad(set_to_none=True)
 
 
+def free_memory():
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def later_memory(model: GPT, config: TrainConfig, world: World) -> list[Tensor]:
+    """As much memory as a step holds besides a pass: gradients, and AdamW's moments."""
+    share = world.size if config.zero else 1
+    moments = 2 * sum(p.numel() for p in model.parameters()) // share
+    gradients = [torch.empty_like(p) for p in model.parameters()]
+    return [*gradients, torch.empty(moments, device=world.device)]
+
+
 def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
     """The largest power of two that divides a rank's part of a step and fits: on a GPU 64
     sequences, halved until a pass of the plain model finds memory; elsewhere 4,096 tokens."""
     sequences = config.num_micro(world.size)  # of one rank, since micro_batch_size is 0
     limit = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     B = math.gcd(sequences, 1 << (limit.bit_length() - 1))
-    _moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]  # AdamW's, later
+    _held = later_memory(model, config, world)
     while world.device.type == "cuda" and B > 1:
         try:
             made_up_pass(model, replace(config, micro_batch_size=B), world, model.config.vocab_size)
@@ -777,8 +795,7 @@ def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
         except torch.OutOfMemoryError:
             B //= 2
         finally:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+            free_memory()
     return B
 
 
@@ -795,7 +812,8 @@ def train_step(
     loss_sum, bad = torch.zeros((), device=device), torch.zeros(world.size, device=device)
     for micro_step in range(num_micro):
         world.note(f"micro-step {micro_step + 1} of step {state.step + 1}")
-        x, y = (t.to(device, non_blocking=True) for t in state.loader.next_batch())
+        batch = state.loader.next_batch()  # pinned for CUDA alone
+        x, y = (t.to(device, non_blocking=device.type == "cuda") for t in batch)
         with gradient_sync(net, enabled=micro_step == num_micro - 1):
             with autocast(config, device):
                 loss = net(x, y) / num_micro  # a mean of means: backward() adds gradients up
@@ -806,7 +824,7 @@ def train_step(
     bad[world.rank] = ~loss_sum.isfinite()
     asked = torch.full((), float(must_stop()), device=device)
     totals = world.sum([loss_sum, norm, asked, *bad])
-    update(state, config, totals[:2].isfinite().all())
+    apply_gradients(state, config, totals[:2].isfinite().all())
     state.loader.read_ahead()
     loss, norm, stop, *bad = totals.tolist()  # here alone a step waits for the device
     loss, norm = loss / world.size, norm / world.size
@@ -815,8 +833,8 @@ def train_step(
     return loss, norm, stop > 0, left_out
 
 
-def update(state: TrainState, config: TrainConfig, is_finite: Tensor):
-    """Apply the gradients if they are finite, which the device itself decides where it can."""
+def apply_gradients(state: TrainState, config: TrainConfig, is_finite: Tensor):
+    """Update the weights if the step is finite, which the device itself decides where it can."""
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(state.step, config)
     if config.fused and is_finite.device.type != "mps":
@@ -1198,6 +1216,8 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     """All that train needs, or None if the run is complete. Every mistake in flags or files raises
     here, ValueError or OSError, before anything of the run is written."""
     config.num_micro(world.size)
+    if config.zero and world.size == 1:
+        raise ValueError("--zero shares out among ranks, and this is 1: torchrun, or leave it out")
     if config.tensorboard:
         tensorboard()  # is it there?
     world.agree({spell(name): value for name, value in asdict(config).items()} | code_digest())
@@ -1219,10 +1239,6 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     world.from_main(lambda: held.append(take(out_dir, config, shape)))
     world.note("compiling and warming up")
     run = build(config, world, data, shape, weights)
-    while not (config.micro_batch_size or fits(run)):
-        B = run.config.micro_batch_size
-        del run  # and its memory
-        run = smaller(B, config, world, data, shape, weights)
     run.held, run.examples = held, examples
     log_start(run, given, off)
     warm_up(run.net, run.config, world, shape.vocab_size)
@@ -1246,14 +1262,14 @@ def use_weights(config: TrainConfig, given: set[str], world: World) -> int:
     source = find_source(name)
     own = {n: v for n, v in source.flags.items() if n not in UNSEEN} if config.resume else {}
     own |= {n: source.flags[n] for n in ("data_dir", "eval_tokens", "prompt") if config.resume}
-    own |= {n: getattr(config, n) for n in given}
-    own |= {n: getattr(TrainConfig, n) for n in ("compile_mode", "bf16_residual")}
-    own["compile"] = False
+    own |= {n: getattr(config, n) for n in given} | {"compile": False, "compile_mode": "default"}
     config = replace(config, **own)
-    off = why_off(config, given - {"compile"}, world.device)
+    off = {*why_off(config, given - {"compile"}, world.device)}
+    off |= {"bf16_residual"} if "bf16" in off else set()
     config = replace(config, init_from=name, **{n: False for n in off})
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    model = GPT(source.shape, config.flash)
+    how = ("flash", "bf16_residual", "loss_chunk_tokens")
+    model = GPT(source.shape, **{n: getattr(config, n) for n in how})
     model.load_state_dict(source.weights(source.shape))
     model.to(world.device).train(False)
     if config.export:
@@ -1368,14 +1384,7 @@ def build(
     config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig, weights: dict | None
 ) -> Run:
     """The network and everything around it, in the state before the first step."""
-    model = GPT(shape, **{name: getattr(config, name) for name in COMPUTED})
-    if weights:
-        model.load_state_dict(weights)
-    model.to(world.device)
-    net = speed_up(model, config, world)
-    if not config.micro_batch_size:
-        B = world.from_main(lambda: micro_batch_that_fits(model, config, world))
-        config = replace(config, micro_batch_size=B)
+    model, net, config = make_net(config, world, shape, weights)
     place = config.micro_batch_size, config.seq_len, world.rank, world.size
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
@@ -1386,27 +1395,44 @@ def build(
     return Run(config, world, data, state, net, ShardLoader(data.val, *place), log, env, rate)
 
 
-def fits(run: Run) -> bool:
-    """Whether every rank has the memory for a pass of the network as it will run. Found out before
-    the ranks average gradients: one that fails there would leave the others waiting."""
+def make_net(
+    config: TrainConfig, world: World, shape: GPTConfig, weights: dict | None
+) -> tuple[GPT, nn.Module, TrainConfig]:
+    """The network, plain and sped up, and config with a micro-batch that fits. One that was chosen
+    by plain passes is halved for as long as a rank has no memory for what was made of them;
+    OutOfMemoryError if nothing fits."""
+    is_chosen = not config.micro_batch_size
+    while True:
+        model = GPT(shape, **{name: getattr(config, name) for name in NETWORK_FLAGS})
+        if weights:
+            model.load_state_dict(weights)
+        model.to(world.device)
+        net = speed_up(model, config, world)
+        B = config.micro_batch_size
+        B = B or world.from_main(partial(micro_batch_that_fits, model, config, world))
+        config = replace(config, micro_batch_size=B)
+        if not is_chosen or fits(model, net, config, world):
+            return model, net, config
+        if B == 1:
+            raise torch.OutOfMemoryError("not even one sequence")
+        if world.is_main:
+            show(f"--micro-batch-size {B} does not fit after all: trying {B // 2}")
+        config = replace(config, micro_batch_size=B // 2)
+        del model, net  # and their memory
+        free_memory()
+
+
+def fits(model: GPT, net: nn.Module, config: TrainConfig, world: World) -> bool:
+    """Whether every rank has the memory for a pass. Found out before the ranks average gradients:
+    one that fails there would leave the others waiting."""
     try:
-        with gradient_sync(run.net, enabled=False):
-            made_up_pass(run.net, run.config, run.world, run.state.model.config.vocab_size)
+        _held = later_memory(model, config, world)
+        with gradient_sync(net, enabled=False):
+            made_up_pass(net, config, world, model.config.vocab_size)
         found = True
     except torch.OutOfMemoryError:
         found = False
-    return all(run.world.gather(found))
-
-
-def smaller(B: int, config: TrainConfig, world: World, *others) -> Run:
-    """build, with half of the micro-batch that was tried; OutOfMemoryError if that is none."""
-    if B == 1:
-        raise torch.OutOfMemoryError("not even --micro-batch-size 1: try --recompute")
-    gc.collect()
-    torch.cuda.empty_cache()
-    if world.is_main:
-        show(f"--micro-batch-size {B} does not fit after all: trying {B // 2}")
-    return build(replace(config, micro_batch_size=B // 2), world, *others)
+    return all(world.gather(found))
 
 
 def log_start(run: Run, given: set[str], off: dict[str, str]):
@@ -1477,8 +1503,6 @@ def stop_signals(is_main: bool) -> Iterator[Signals]:
         "SIGHUP": note if is_torchrun else signal.SIG_IGN
     }
     here = {getattr(signal, n): h for n, h in handlers.items() if hasattr(signal, n)}  # not Windows
-    if threading.current_thread() is not threading.main_thread():
-        here = {}  # Python lets no other one do this
     before = {number: signal.signal(number, handler) for number, handler in here.items()}
     try:
         yield signals
@@ -1547,19 +1571,19 @@ def train(run: Run, signals: Signals) -> int:
     if state.step == 0:
         validate(run)
     while state.step < config.steps:
-        start = time.perf_counter()
         asked = lambda: bool(signals.times) or run.lost_a_save  # noqa: E731
         with profiled(run):
+            start = time.perf_counter()
             *figures, stop, notice = train_step(state, run.net, config, world, asked)
-        log_step(run, *figures, notice, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+        log_step(run, *figures, notice, seconds)
         saving = stop or due(state.step, config.save_every, config.steps)
         if saving or due(state.step, config.check_every, config.steps):
             check_replicas(state.model, state.step, world)
         if saving:
             world.note(f"a save after step {state.step}")
-            if isinstance(state.optimizer, SharedAdamW):
-                state.optimizer.collect()
-            world.from_main(partial(save, run, stop or state.step == config.steps))
+            saved = state.state_dict()  # on all ranks: --zero needs them
+            world.from_main(partial(save, run, saved, stop or state.step == config.steps))
         if stop and state.step < config.steps:
             run.log(f"stopped by a signal after step {state.step}; go on with the same command,"
                     f" --resume --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
@@ -1599,8 +1623,9 @@ def log_step(run: Run, loss: float, norm: float, notice: str, seconds: float):
 def profiled(run: Run) -> Iterator[None]:
     """With --profile, around the third step of this process: a Chrome trace of it in the run's
     folder, and its ten largest kernels with their shares of the time."""
-    step, is_third = run.state.step + 1, len(run.seconds) == 2
-    if not (run.config.profile and is_third and run.world.is_main):
+    step, num_done = run.state.step + 1, len(run.seconds)
+    is_it = num_done == 2 or (num_done < 2 and step == run.config.steps)
+    if not (run.config.profile and is_it and run.world.is_main):
         yield
         return
     with torch.profiler.profile() as profiler:
@@ -1612,6 +1637,7 @@ def profiled(run: Run) -> Iterator[None]:
         event.key: (event.self_device_time_total if is_cuda else event.self_cpu_time_total)
         for event in profiler.key_averages()
         if event.device_type == (DeviceType.CUDA if is_cuda else DeviceType.CPU)
+        and not event.is_user_annotation  # a span around kernels
     }
     largest = sorted(times, key=times.get, reverse=True)[:10]
     shares = {name: times[name] / sum(times.values()) for name in largest}
@@ -1629,17 +1655,16 @@ def spike(losses: list[float], loss: float) -> str:
     return text if sigmas > 6 else ""
 
 
-def save(run: Run, wait: bool):
-    """Write a checkpoint: the main rank's is enough, since all ranks hold the same state. With a
+def save(run: Run, state: dict, wait: bool):
+    """Write a checkpoint of state, the main rank's, since all ranks hold the same. With a
     GPU it is written from a copy while the training goes on, unless it is to be waited for. OSError
     if it can't be written, or if the one before could not, which does not keep this one from it."""
-    config, state = run.config, run.state
-    facts = {
-        "identity": identity(config, state.model.config, run.data),
+    config = run.config
+    saved = state | {
+        "identity": identity(config, run.state.model.config, run.data),
         "config": asdict(config),
         "environment": run.environment,
     }
-    saved = facts | state.state_dict()
     failed = run.saving and run.saving.exception()  # waits for it
     run.saving = run.writer.submit(
         write, run, copied(saved, run.copies) if run.in_background else saved
@@ -1771,7 +1796,8 @@ def agreed(error: Exception) -> bool:
 def explained(error: Exception) -> tuple[int, str]:
     """The exit code and the words for what PyTorch reports as a RuntimeError, if it is known."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "t allocate memory" in str(error):
-        return 2, f"error: a step does not fit, lower --micro-batch-size: {error}"
+        cure = "lower --micro-batch-size, or add --recompute"
+        return 2, f"error: a step does not fit the memory: {cure}: {error}"
     if re.search("gloo|NCCL|peer", str(error)):
         return 5, f"error: lost another rank: {error!s:.300}"
     raise error

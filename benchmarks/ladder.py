@@ -614,7 +614,8 @@ def settle(args: Namespace):
     args.steps = args.steps or (40 if args.model == "nano" else 20)
     asked = args.ranks or [n for n in (2, 4, 8) if n <= devices]
     args.ranks = [n for n in asked if n > 1]  # one rank is what all other rungs are
-    known = [*SPEED_UPS, *BEYOND, "accumulation", *(f"{n} ranks" for n in args.ranks)]
+    beyond = () if args.leave_one_out else BEYOND
+    known = [*SPEED_UPS, *beyond, "accumulation", *(f"{n} ranks" for n in args.ranks)]
     for name in args.only + args.skip:
         if name not in known or (args.leave_one_out and name.endswith("ranks")):
             raise ValueError(f"--only and --skip take {', '.join(known)}, not {name}")

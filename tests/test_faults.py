@@ -357,8 +357,12 @@ def test_a_log_that_can_not_grow_is_named(oracle, data_dir, tmp_path, room):
     line = command(data_dir, save_every=0)
     code, _, err = train(line, tmp_path, inject=partial(call, limits))
     assert code == 6 and re.search(r"error: .*File too large: '.*log.jsonl'", err)
-    assert len(err.splitlines()) == 1
+    assert len(err.splitlines()) == 1 and has_resumed(tmp_path) == bool(room)
     goes_on(data_dir, tmp_path, oracle)
+
+
+def has_resumed(folder: Path) -> bool:
+    return any("resumed" in record for record in train_gpt2.read_log(folder / "run"))
 
 
 def call(function, rank: int):

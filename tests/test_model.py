@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model as model_file
-from model import GPT, SHAPES, GPTConfig, attention, flash_attention, pick
+from model import GPT, SHAPES, ChunkedLoss, GPTConfig, attention, flash_attention, pick
 
 TINY = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
 
@@ -227,6 +227,14 @@ def test_a_loss_in_chunks_is_the_loss(chunk, dtype, tolerance):
         model = spread(GPT(TINY, loss_chunk_tokens=chunk))
         loss = model(tokens(2, 16), tokens(2, 16, seed=1))
     assert_close(loss, loss_and_gradients()[0], rtol=1e-6, atol=0)
+
+
+def test_the_sums_of_a_chunk_fit_into_float16():
+    x, weight = torch.full((16384, 4), 6.0), torch.zeros(64, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        loss = ChunkedLoss.apply(x, weight, None, torch.zeros(16384, dtype=torch.int64), 16384)
+    loss.backward()
+    assert_close(weight.grad[0], torch.full((4,), -6 * 63 / 64), rtol=1e-3, atol=0)
 
 
 class Largest(TorchDispatchMode):

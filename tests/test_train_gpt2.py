@@ -103,11 +103,15 @@ BEYOND = {  # the lecture: flags, and the relative difference that ranks and mic
 }
 
 
-@pytest.mark.parametrize("name", BEYOND)
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [pytest.param(name, 1, marks=pytest.mark.slow) for name in BEYOND if name != "zero"]
+    + [(name, 2) for name in BEYOND],
+)
 def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
     """After a kill, to the bit; on other ranks with another micro-batch, to its precision."""
     changes, tolerance = BEYOND[name]
+    alone = {n: value for n, value in changes.items() if n != "zero"}  # on one rank
     line = flags(data_dir=data_dir, out_dir="run", dropout=0.1, **changes)
     assert train(line, tmp_path / "whole", ranks)[0] == 0
     assert train(line, tmp_path / "killed", ranks, kill_after=7)[0] not in range(8)
@@ -115,10 +119,37 @@ def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
     assert losses(tmp_path / "killed" / "run") == losses(tmp_path / "whole" / "run")
     assert digest(tmp_path / "killed" / "run") == digest(tmp_path / "whole" / "run")
     one, other = (
-        losses(run(tmp_path, data_dir, f"B{B}", n, micro_batch_size=B, **changes))
-        for n, B in ((1, 1), (ranks, 3))
+        losses(run(tmp_path, data_dir, f"B{B}", n, micro_batch_size=B, **how))
+        for n, B, how in ((1, 1, alone), (ranks, 3, changes))
     )
     assert other == pytest.approx(one, rel=tolerance)
+
+
+def test_zero_saves_before_and_after_its_first_update(data_dir, tmp_path):
+    """The first steps overflow, and without --fused nothing has moments before the first update. In
+    the background its copies are those of the save before."""
+    changes = {"fp16": True, "fused": False, "zero": True, "save_every": 1, "steps": 24}
+    line = flags(data_dir=data_dir, out_dir="run", **changes)
+    code, _, err = train(line, tmp_path, 2, kill_after=2, inject=large_scale)
+    assert code not in range(8), err
+    assert read_checkpoint(tmp_path / "run" / "checkpoint_000001.pt")["optimizer"] == {}
+    code, _, err = train([*line, "--resume"], tmp_path, 2, inject=count_copies)
+    assert code == 0, err
+    counts = json.loads((tmp_path / "copies").read_text())
+    assert counts[-1] == counts[-4] > 50  # weights and moments
+
+
+def count_copies(rank: int):
+    large_scale(rank)
+    write, counts = train_gpt2.write, []
+    train_gpt2.Run.in_background = property(lambda self: True)
+
+    def write_and_count(run, saved):
+        counts.append(len(run.copies))
+        Path("copies").write_text(json.dumps(counts))
+        write(run, saved)
+
+    train_gpt2.write = write_and_count
 
 
 @pytest.mark.parametrize("changes", [{}, {"fused": False}, {"fp16": True}])
@@ -141,10 +172,10 @@ def flat(state: dict) -> torch.Tensor:
 
 
 def count_moments(rank: int):
-    save = train_gpt2.check_replicas
+    check = train_gpt2.check_replicas
 
     def count_and_check(model, *args):
-        save(model, *args)
+        check(model, *args)
         [optimizer] = [o for o in gc.get_objects() if type(o) is train_gpt2.SharedAdamW]
         moments = [t.numel() for s in optimizer.state.values() for t in s.values() if t.dim()]
         Path(f"moments{rank}").write_text(json.dumps(sum(moments)))
@@ -210,7 +241,7 @@ def test_a_micro_batch_that_does_not_fit_after_all_is_halved(data_dir, tmp_path)
     tried = re.findall(r"--micro-batch-size (\d+) does not fit after all: trying (\d+)", out)
     assert tried == [("16", "8"), ("8", "4")] and "--micro-batch-size=4" in out
     code, _, err = train(line, tmp_path / "none", 2, inject=partial(little_memory, 0))
-    assert code == 2 and "not even --micro-batch-size 1: try --recompute" in err
+    assert code == 2 and "lower --micro-batch-size, or add --recompute: not even one" in err
 
 
 def little_memory(most: int, rank: int):
@@ -929,6 +960,10 @@ MISTAKES = {
     "half a residual": ({"bf16_residual": True, "bf16": False}, "--bf16-residual needs --bf16: ad"),
     "a mode of nothing": (
         {"compile_mode": "max-autotune-no-cudagraphs"}, "--compile-mode max-.* needs --compile: add"
+    ),
+    "sharing with nobody": ({"zero": True}, "--zero shares out among ranks, and this is 1: torchr"),
+    "half a residual of float16": (
+        {"bf16_residual": True, "fp16": True}, "--bf16-residual needs --bf16: leave out --fp16"
     ),
     "no such mode": ({"compile_mode": "fast"}, "--compile-mode: invalid choice: 'fast' .choose fr"),
     "dropout": ({"dropout": 1.0}, "--dropout 1.0 must be a number of at least 0 and at most 0.99"),
