@@ -1,0 +1,392 @@
+"""benchmarks/peers.py: its parts, and as a program beside made-up clones, which print what the real
+ones do. Only the slow test runs the real train_gpt2.py."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import peers
+import pytest
+
+REPO = Path(peers.__file__).resolve().parent.parent
+TORCH = """
+class cuda:
+    is_available = lambda: {is_gpu}
+    device_count = lambda: int({is_gpu})
+    max_memory_allocated = lambda: 345 * 2**20
+"""
+PREPARE = """
+import sys
+from array import array
+from pathlib import Path
+
+flags = dict(flag[2:].split("=") for flag in sys.argv[1:])
+tokens = array("H", (n % (257 if flags["tokenizer"] == "bytes" else 50257) for n in range(9999)))
+folder = Path(flags["data-dir"])
+folder.mkdir()
+for split in ("train", "val"):
+    (folder / f"{split}_000000.bin").write_bytes(bytes(1024) + tokens[-5000:].tobytes())
+"""
+# What all made-up programs end with. The tokens show up in the losses, their shape in the times
+LOOP = """
+import time
+from pathlib import Path
+import torch
+
+def train(tokens, steps, line, slow, batch_tokens, passes):
+    assert batch_tokens % passes == 0
+    print("a line of another kind: 12 ms")
+    for step in range(steps):
+        time.sleep(0.015 if slow else 0.001)
+        print(line.format(step=step, loss=10 + sum(tokens[:50]) / 50e3, ms=0.5))
+    Path("finished").write_text("what a real one does after its last step")
+"""
+FLAGS = """
+import sys
+from array import array
+flags = dict(word[2:].split("=") for word in sys.argv[1:] if "=" in word)
+get = lambda name: int(flags[name])
+"""
+OURS = (
+    FLAGS
+    + LOOP
+    + """
+Path("out").mkdir()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+name = {"device": device, "device_name": "a GPU"}
+Path("out/log.jsonl").write_text(__import__("json").dumps({"environment": name}) + "\\n")
+tokens = array("H", Path(flags["data_dir"], "train_000000.bin").read_bytes()[1024:])
+line = "step {step}/9 | loss {loss:.4f} | lr 6.0e-04 | norm 1.5 | {ms:.1f} ms | 9 tokens/s"
+B = get("micro_batch_size")
+assert sys.argv[-1] != "--no-fast", "is not known"
+train(tokens, get("steps"), line, B == 1, get("batch_tokens"), B * get("seq_len"))
+"""
+)
+BUILD_NANOGPT = (
+    """
+import numpy as np
+from hellaswag import iterate_examples, render_example
+"""
+    + LOOP
+    + """
+def load():
+    data_root = "edu_fineweb10B"
+    [shard] = [path for path in Path(data_root).iterdir() if "train" in path.name]
+    return np.load(shard).tolist()
+
+total_batch_size = 524288 # ~0.5M
+B = 64 # micro batch size
+T = 1024
+use_compile = False
+max_steps = 19073
+if B == 1:
+    raise RuntimeError("no room for a sequence")
+for _ in range(1):
+    val_loss_steps = 20
+line = "step {step:5d} | loss: {loss:.6f} | lr 6.0000e-04 | norm: 1.5 | dt: {ms:.2f}ms | tok/sec: 9"
+train(load(), max_steps, line, use_compile or val_loss_steps != 1, total_batch_size, B * T)
+"""
+)
+NANOGPT = (
+    FLAGS
+    + LOOP
+    + """
+from model import GPT
+assert Path("configurator.py").exists()
+tokens = array("H", Path(flags["dataset"], "train.bin").read_bytes())
+print("step 0: train loss 9.9, val loss 9.9")
+line = "iter {step}: loss {loss:.4f}, time {ms:.2f}ms, mfu -100.00%"
+slow = flags["compile"] == "True" and flags["device"] == "cpu"
+per_pass = get("batch_size") * get("block_size") * get("gradient_accumulation_steps")
+train(tokens, get("max_iters"), line, slow, per_pass, per_pass)
+"""
+)
+LLM_C = (
+    FLAGS
+    + LOOP
+    + """
+assert flags["write_tensors"] == flags["overfit_single_batch"] == "0"
+tokens = array("H", Path(flags["input_bin"]).read_bytes()[1024:])
+line = "step {step:4d}/9 | train loss {loss:.6f} | norm 1.5 | lr 1.00e-04 | ({ms:.2f} ms | 9 tok/s)"
+per_pass = get("batch_size") * get("sequence_length")
+train(tokens, get("num_iterations"), line, not get("flash"), get("total_batch_size"), per_pass)
+"""
+)
+SCRIPTS = {
+    "build-nanogpt": {"train_gpt2.py": BUILD_NANOGPT, "hellaswag.py": "1 / 0"},
+    "nanoGPT": {"train.py": NANOGPT, "model.py": "GPT = 1"},
+    "llm.c": {"train_gpt2.py": LLM_C},
+}
+
+
+def make_clone(folder: Path, name: str, **changes: str) -> Path:
+    """A clone as far as it is looked at; changes are scripts by name without .py."""
+    texts = dict.fromkeys(peers.CLONES[name], "") | SCRIPTS[name]
+    texts |= {f"{script}.py": text for script, text in changes.items()}
+    for file, text in texts.items():
+        (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / file).write_text(text)
+    return folder / name
+
+
+def make_project(folder: Path) -> Path:
+    """The benchmarks, with made-up programs beside them."""
+    (folder / "benchmarks").mkdir(parents=True)
+    for name in ("peers", "machine", "ladder"):
+        shutil.copy(REPO / "benchmarks" / f"{name}.py", folder / "benchmarks")
+    (folder / "train_gpt2.py").write_text(OURS)
+    (folder / "prepare_data.py").write_text(PREPARE)
+    return folder
+
+
+def run_program(tmp_path: Path, *flags, is_gpu=False, project: Path | None = None):
+    """peers.py in a project of its own; where is_gpu, on a machine with one, as torch has it."""
+    project = project or make_project(tmp_path / "project")
+    (tmp_path / "torch.py").write_text(TORCH.format(is_gpu=is_gpu))
+    program = [sys.executable, project / "benchmarks" / "peers.py", "--steps", "3", *flags]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    return subprocess.run(program, env=env, capture_output=True, text=True, cwd=tmp_path)
+
+
+def results(project: Path) -> dict:
+    [path] = (project / "benchmarks" / "results").glob("peers-*.json")
+    return json.loads(path.read_text())
+
+
+def variants(content: dict) -> dict[str, dict]:
+    """Of each program in the last round."""
+    return {name: run["variant"] for name, run in content["results"]["gpt2"]["rounds"][-1].items()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_on_a_gpu_all_run_on_the_same_tokens_and_in_turn(tmp_path):
+    clones = [make_clone(tmp_path / "clones", name) for name in peers.CLONES]
+    before = files(tmp_path / "clones")
+    flags = zip(("--build-nanogpt", "--nanogpt", "--llm-c"), clones, strict=True)
+    flags = [word for pair in flags for word in pair]
+    sizes = ["--micro-batch-sizes", "2", "--seq-len", "8", "--batch-tokens", "32"]
+    done = run_program(tmp_path, *flags, *sizes, "--rounds", "2", is_gpu=True)
+    assert done.returncode == 0, done.stderr
+    content = results(tmp_path / "project")
+    [(model, result)] = content["results"].items()  # small is of a CPU
+    assert (model, result["device"]) == ("gpt2", "cuda") and not result["trials"]
+    orders = [list(number) for number in result["rounds"]]
+    assert orders == [[peers.OURS, *peers.CLONES], [peers.OURS, *peers.CLONES][::-1]]
+    for run in (run for number in result["rounds"] for run in number.values()):
+        num_steps = 1 + peers.LEFT_OUT + 3
+        assert run["loss"] == pytest.approx([15.0235] * num_steps)  # of tokens 4999 ... 5048
+        assert run["own_ms"] == [0.5] * num_steps and run["peak_mib"] == 345
+        assert len(run["ms"]) == num_steps - 1 and min(run["ms"]) > 0 and run["busy"] <= 1
+    assert variants(content)["llm.c"] == {"batch_size": 2, "compile": 1, "flash": 1,
+                                          "tensorcores": 1}  # fmt: skip
+    assert "| gpt2 | nanoGPT batch_size=2 compile=1 |" in done.stdout
+    assert files(tmp_path / "clones") == before
+    assert not list(tmp_path.rglob("finished"))
+
+
+def test_on_a_cpu_the_best_variant_is_chosen_and_what_fails_is_noted(tmp_path):
+    clone = make_clone(tmp_path, "build-nanogpt")
+    sizes = ["--micro-batch-sizes", "1", "2", "--seq-len", "8", "--batch-tokens", "16"]
+    done = run_program(tmp_path, "--build-nanogpt", clone, *sizes, "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    content = results(tmp_path / "project")
+    chosen = {peers.OURS: {"micro_batch_size": 2}, "build-nanogpt": {"B": 2, "use_compile": 0}}
+    assert variants(content) == chosen
+    trials = content["results"]["gpt2"]["trials"]
+    assert len(trials) == 6  # none twice
+    assert 10 < peers.step_ms(trials["build-nanogpt B=2 use_compile=1"]) < 1000
+    failed = {key: trial["why"] for key, trial in trials.items() if "why" in trial}
+    why = "RuntimeError: no room for a sequence"
+    assert failed == {f"build-nanogpt B=1 use_compile={n}": why for n in (0, 1)}
+    peaks = content["results"]["gpt2"]["summary"]["peak_mib"].values()
+    assert all(5 < peak < 300 for peak in peaks)
+
+
+def test_small_is_trained_as_nanogpts_readme_has_it_on_bytes(tmp_path):
+    readme = "'config/train_shakespeare_char.py' '--n_layer=4' '--n_head=4' '--n_embd=128'"
+    readme += " '--block_size=64' '--batch_size=12' '--dropout=0.0' '--device=cpu'"
+    check = f"import sys; assert {{{readme.replace(' ', ', ')}}} <= {{*sys.argv}}, sys.argv\n"
+    check += "import pickle; meta = dict(word.split('=') for word in sys.argv if '=' in word)\n"
+    check += "meta = pickle.load(open(meta['--dataset'] + '/meta.pkl', 'rb'))\n"
+    check += "assert meta['vocab_size'] == 257\n"
+    clone = make_clone(tmp_path, "nanoGPT", train=check + NANOGPT)
+    flags = ["--nanogpt", clone, "--only", "small", "--rounds", "1"]
+    done = run_program(tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    [(model, result)] = results(tmp_path / "project")["results"].items()
+    assert model == "small"
+    assert result["rounds"][0]["nanoGPT"]["variant"] == {"batch_size": 12, "compile": 0}
+
+
+def test_a_program_that_does_not_run_says_why_on_one_line(tmp_path):
+    clone = make_clone(tmp_path, "llm.c", train_gpt2="import not_here")
+    sizes = ["--micro-batch-sizes", "2", "--seq-len", "8", "--batch-tokens", "32"]
+    flags = ["--llm-c", clone, *sizes, "--flags=--no-bf16 --no-fast"]
+    done = run_program(tmp_path, *flags, is_gpu=True)
+    why = "train_gpt2.py micro_batch_size=2: AssertionError: is not known"
+    assert (done.returncode, done.stderr) == (2, f"peers.py: error: {why}\n")
+    done = run_program(tmp_path, *flags[:-1], is_gpu=True, project=tmp_path / "project")
+    why = "ModuleNotFoundError: No module named 'not_here': pip install not_here"
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("peers.py: error: llm.c batch_size=2 compile=1")
+    assert done.stderr.splitlines()[-1].endswith(why)
+
+
+def test_a_program_that_ends_too_early_without_a_word_is_told():
+    assert peers.reason([""]) == "it ended before its last step, without a word"
+
+
+@pytest.mark.slow
+def test_the_real_train_gpt2(tmp_path):
+    """Its flags and its lines are known."""
+    project = make_project(tmp_path / "project")
+    for path in REPO.glob("*.py"):
+        shutil.copy(path, project)
+    clone = make_clone(tmp_path, "nanoGPT", train=NANOGPT.replace("import torch", ""))
+    program = [sys.executable, project / "benchmarks" / "peers.py", "--nanogpt", clone]
+    flags = ["--only", "small", "--rounds", "1", "--steps", "5", "--flags=--no-fused"]
+    done = subprocess.run([*program, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = results(project)["results"]["small"]["rounds"][0][peers.OURS]
+    assert 4 < run["loss"][0] < 7 and run["peak_mib"] > 100
+    assert results(project)["environment"]["torch"]
+
+
+def test_constants_are_replaced_by_name_and_nothing_else():
+    text = "\n".join([
+        "B = 64 # micro batch", "T = 1024", "class L:", "    def f(self, B, T):",
+        "        self.B = B", "        B, T = self.B, self.T", "        root = 'a' # B = 1",
+        "        return B*T, root", "use = (B == 64)", "",
+    ])  # fmt: skip
+    new = peers.set_constants(text, {"B": 4, "root": "it's", "use": True})
+    changed = [i for i, lines in enumerate(zip(text.split("\n"), new.split("\n"), strict=True))
+               if lines[0] != lines[1]]  # fmt: skip
+    assert changed == [0, 6, 8]
+    names = {}
+    exec(new, names)
+    assert (names["B"], names["T"], names["use"]) == (4, 1024, True)
+    loop = names["L"]()
+    loop.T = 2
+    loop.B = 3
+    assert loop.f(3, 2) == (6, "it's")
+
+
+@pytest.mark.parametrize("text, count", [("A = 1\n", 0), ("B = 1\nif A:\n    B = 2\n", 2)])
+def test_a_constant_that_is_not_assigned_once_is_named(text, count):
+    with pytest.raises(ValueError, match=f"B is assigned on {count} lines instead of 1"):
+        peers.set_constants(text, {"B": 4})
+
+
+@pytest.mark.parametrize(
+    "line, loss, ms",
+    [
+        ("step 7/50 | loss 10.98 | lr 8.39e-07 | norm 15.2 | 1234 ms | 9 tokens/s", 10.98, 1234),
+        ("step   3 | loss: 9.53 | lr 3.3e-06 | norm: 8 | dt: 812.25ms | tok/sec: 9", 9.53, 812.25),
+        ("iter 12: loss 4.2361, time 1034.50ms, mfu -100.00%", 4.2361, 1034.5),
+        ("step  1/9 | train loss 8.5 | norm 9.0 | lr 1.00e-04 | (15.25 ms | 9 tok/s)", 8.5, 15.25),
+    ],
+)  # fmt: skip
+def test_the_lines_of_a_step_are_read(line, loss, ms):
+    found = peers.STEP.search(line)
+    assert (float(found[1]), float(found[2])) == (loss, ms)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 0: train loss 10.8, val loss 10.9",
+        "validation after step 0: loss 5.5, perplexity 9",
+        "validation loss: 10.9512",
+        "final 20 iters avg: 15.250ms",
+        "step 4 | loss nan | 12 ms",
+    ],
+)
+def test_other_lines_are_not(line):
+    assert not peers.STEP.search(line)
+
+
+def test_the_fastest_variant_is_found_one_knob_after_the_other():
+    """The best size is another one once the flag is off; 3 fails."""
+    ms = {(1, 1): 9, (2, 1): 8, (3, 1): float("inf"), (1, 0): 4, (2, 0): 6, (3, 0): float("inf")}
+    knobs = {"size": [3, 2, 1], "flag": [1, 0]}
+    best = peers.fastest(knobs, lambda v: ms[v["size"], v["flag"]])
+    assert best == {"size": 1, "flag": 0}
+
+
+def test_a_single_variant_is_not_timed():
+    knobs = {"size": [3], "flag": [1]}
+    assert peers.fastest(knobs, lambda variant: 1 / 0) == {"size": 3, "flag": 1}
+
+
+def test_the_table_shows_medians_ranges_and_ratios_of_the_same_round():
+    def run(ms: float, busy: float) -> dict:
+        times = [9999.0] * peers.LEFT_OUT + [ms, 9999.0, ms]
+        return {"variant": {"B": 2}, "ms": times, "loss": [10.0, 9.5], "peak_mib": ms, "busy": busy}
+
+    times = [(100, 200), (125, 100), (80, 100)]
+    rounds = [{peers.OURS: run(a, 0), "llm.c": run(b, b / 400)} for a, b in times]
+    summary = peers.summarize(rounds, 1000)
+    rows = peers.table({"gpt2": {"summary": summary, "rounds": rounds}}).splitlines()[2:]
+    assert rows == [
+        "| gpt2 | train_gpt2.py B=2 | 10,000 (8,000 to 12,500) |  | 125 | 10.00 to 9.50 |",
+        "| gpt2 | llm.c B=2 | 10,000 (5,000 to 10,000; others used 50% of the machine)"
+        " | 1.25 (2.00, 0.80, 1.25) | 200 | 10.00 to 9.50 |",
+    ]
+
+
+DEFAULTS = {"rounds": 3, "steps": None, "only": None, "flags": "", "micro_batch_sizes": None,
+            "seq_len": None, "batch_tokens": None}  # fmt: skip
+
+
+def settings(monkeypatch, num_gpus: int = 0, clones=("nanoGPT",), **given) -> list:
+    monkeypatch.setattr(peers.machine, "num_gpus", lambda: num_gpus)
+    args = argparse.Namespace(**DEFAULTS | given)
+    return peers.settings(args, dict.fromkeys(clones), Path("work"))
+
+
+def test_what_is_compared_follows_the_device(monkeypatch):
+    sizes = {s.model: (s.seq_len, s.batch_tokens, s.micro_batch_sizes)
+             for s in settings(monkeypatch)}  # fmt: skip
+    assert sizes == {"gpt2": (256, 1024, [1, 2, 4]), "small": (64, 768, [12])}
+    [gpu] = settings(monkeypatch, num_gpus=1)
+    assert (gpu.seq_len, gpu.batch_tokens, gpu.device) == (1024, 524288, "cuda")
+    assert [s.model for s in settings(monkeypatch, clones=["llm.c"])] == ["gpt2"]
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ({"rounds": 0}, "at least 1"),
+        ({"micro_batch_sizes": [4, 0]}, "at least 1"),
+        ({"micro_batch_sizes": [3]}, "no multiple of --micro-batch-sizes 3 * --seq-len 256"),
+        ({"only": "small", "clones": ["llm.c"]}, "--only small needs --nanogpt"),
+        ({"only": "small", "num_gpus": 1}, "CUDA_VISIBLE_DEVICES="),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_compared_is_refused(monkeypatch, given, why):
+    with pytest.raises(ValueError, match=re.escape(why)):
+        settings(monkeypatch, **given)
+
+
+def test_a_mistake_is_one_line_with_its_cure(tmp_path):
+    clone, bare = make_clone(tmp_path, "build-nanogpt", train_gpt2="B = 64\n"), tmp_path / "bare"
+    bare.mkdir()
+    cases = {
+        (): "nothing to compare with: give --build-nanogpt, --nanogpt or --llm-c",
+        ("--llm-c", clone): f"{clone} is no clone of llm.c, it has no train_gpt2.c: git clone"
+                            " https://github.com/karpathy/llm.c",
+        ("--build-nanogpt", clone): "train_gpt2.py of --build-nanogpt: use_compile is assigned on 0"
+                                    " lines instead of 1: take another commit",
+    }  # fmt: skip
+    project = make_project(tmp_path / "project")
+    for flags, why in cases.items():
+        done = run_program(tmp_path, *flags, project=project)
+        assert (done.returncode, done.stderr) == (2, f"peers.py: error: {why}\n")
