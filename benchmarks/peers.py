@@ -175,8 +175,8 @@ def lay_out(setting: Setting, clones: dict[str, Path]):
     program = [sys.executable, machine.REPO / "prepare_data.py", *spelled(flags)]
     subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
     for split in ("train", "val"):
-        shard = setting.work / f"tokens/{split}_000000.bin"
-        tokens = np.fromfile(shard, "<u2", offset=1024)  # bytes of its header
+        # behind the 1,024 bytes of its header
+        tokens = np.fromfile(setting.work / f"tokens/{split}_000000.bin", "<u2", offset=1024)
         tokens.tofile(setting.work / f"raw/{split}.bin")
         np.save(setting.work / f"npy/{split}.npy", tokens)
     if setting.model == "small":
@@ -226,12 +226,12 @@ def run(name: str, setting: Setting, variant: dict) -> dict:
         return {"variant": variant, "why": reason(said)}
     times, losses, own_ms = zip(*steps, strict=True)
     ms = [1000 * (b - a) for a, b in zip(times[:-1], times[1:], strict=True)]
-    text = f"{setting.model}, {typed(name, variant)}: {median(ms[LEFT_OUT:]):,.0f} ms"
-    print(text, file=sys.stderr)
     total, idle, own = (b - a for a, b in zip(*used, strict=True))
+    busy = (total - idle - own) / max(total, 1)
+    text = f"{typed(name, variant)}: {median(ms[LEFT_OUT:]):,.0f} ms{note(busy)}"
+    print(f"{setting.model}, {text}", file=sys.stderr)
     return {"variant": variant, "start_s": times[0] - begin, "ms": ms, "own_ms": own_ms,
-            "loss": losses, "peak_mib": float(said[-1].removeprefix(PEAK)),
-            "busy": (total - idle - own) / max(total, 1)}  # fmt: skip
+            "loss": losses, "peak_mib": float(said[-1][len(PEAK) :]), "busy": busy}  # fmt: skip
 
 
 def read_run(process: subprocess.Popen, wanted: int) -> tuple[list, list, list[str]]:
@@ -264,6 +264,10 @@ def reason(said: list[str]) -> str:
     missing = re.search(r"No module named '([\w.]+)'", said[-1])
     cure = f": pip install {missing[1]}" if missing else ""
     return f"{said[-1]:.300}{cure}" or "it ended before its last step, without a word"
+
+
+def note(busy: float) -> str:
+    return f"; others used {busy:.0%} of the machine" if busy > BUSY else ""
 
 
 def typed(name: str, variant: dict) -> str:
@@ -352,11 +356,10 @@ def table(results: dict[str, dict]) -> str:
     for model, result in results.items():
         summary, last = result["summary"], result["rounds"][-1]
         for name, speeds in summary["tokens_per_s"].items():
-            ratios, busy = summary["ratio"][name], summary["busy"][name]
+            ratios, busy = summary["ratio"][name], note(summary["busy"][name])
             each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            note = f"; others used {busy:.0%} of the machine" if busy > BUSY else ""
             cells = [model, typed(name, last[name]["variant"]),
-                     f"{median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f}{note})",
+                     f"{median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f}{busy})",
                      "" if name == OURS else f"{median(ratios):.2f} ({each})",
                      f"{summary['peak_mib'][name]:,.0f}",
                      f"{last[name]['loss'][0]:.2f} to {last[name]['loss'][-1]:.2f}"]  # fmt: skip
@@ -443,7 +446,7 @@ def main() -> int:
         print(f"peers.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("peers.py: stopped; the finished rounds are in the results", file=sys.stderr)
+        print("peers.py: stopped; the results hold the runs of the rounds so far", file=sys.stderr)
         return 130
     return 0
 
