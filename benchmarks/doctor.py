@@ -75,7 +75,7 @@ def has_tf32(device: torch.device) -> bool:
 
 def precision(device: torch.device) -> str:
     tf32 = has_tf32(device)
-    bf16 = tf32 or train_gpt2.has_bf16(device, train_gpt2.Path("/proc/cpuinfo"))
+    bf16 = tf32 or bool(train_gpt2.bf16_kinds(device, train_gpt2.Path("/proc/cpuinfo")))
     answers = {True: "in hardware", False: "not in hardware"}
     return f"BF16 {answers[bf16]}, TF32 {answers[tf32]}"
 

@@ -802,12 +802,13 @@ def test_a_poor_environment_is_enough(oracle, data_dir, tmp_path):
 def bad_numbers(step: int, kind: str, on_rank: int, rank: int):
     """Injection: the loss of a step, or the gradient of one weight, is not finite."""
     forward, seen = train_gpt2.GPT.forward, []
+    num_warm_up = 2 if "WORLD_SIZE" in os.environ else 1
 
     def broken(self, idx, targets):
         loss = forward(self, idx, targets)
         if rank == on_rank and self.training and torch.is_grad_enabled():
             seen.append(1)
-            if (len(seen) - 3) // 12 + 1 == step:  # after two passes of warm-up, 12 in a step
+            if (len(seen) - num_warm_up - 1) // 12 + 1 == step:  # 12 passes in one
                 Path("fired").touch()
                 weight = next(self.parameters()).flatten()[0]
                 infinite = (weight - weight.detach()).sqrt()  # 0, its gradient is not

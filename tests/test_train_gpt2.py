@@ -105,8 +105,11 @@ BEYOND = {  # the lecture: flags, and the relative difference that ranks and mic
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [pytest.param(name, 1, marks=pytest.mark.slow) for name in BEYOND if name != "zero"]
-    + [(name, 2) for name in BEYOND],
+    [("memory", 2), ("zero", 2)]
+    + [
+        pytest.param(name, ranks, marks=pytest.mark.slow)
+        for name, ranks in [("fp16", 1), ("fp16", 2), ("bf16_residual", 2), ("memory", 1)]
+    ],
 )
 def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
     """After a kill, to the bit; on other ranks with another micro-batch, to its precision."""
@@ -152,7 +155,10 @@ def count_copies(rank: int):
     train_gpt2.write = write_and_count
 
 
-@pytest.mark.parametrize("changes", [{}, {"fused": False}, {"fp16": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, *(pytest.param(c, marks=pytest.mark.slow)
+                      for c in ({"fused": False}, {"fp16": True}))]
+)  # fmt: skip
 def test_zero_changes_no_bit_and_shares_out_the_moments(data_dir, tmp_path, changes):
     """Its checkpoint is that of other runs, which go on from it and it from theirs."""
     whole = run(tmp_path, data_dir, "whole", 3, **changes)
@@ -193,7 +199,7 @@ def test_a_run_goes_on_with_zero_and_without(whole, data_dir, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_float16_finds_its_scale_and_keeps_it(data_dir, tmp_path, ranks):
     """The first steps overflow, since the scale begins too large; after a resume it is as it was,
     and so is the number of steps since."""
@@ -509,6 +515,27 @@ def test_nano_is_the_default_without_a_gpu_and_gpt2_with_one():
     assert parse_args([], "cpu")[0].model == "nano"
     config, given = parse_args(["--steps", "7"], "cuda")
     assert (config.model, config.steps, config.warmup_steps, given) == ("gpt2", 7, 1, {"steps"})
+
+
+@pytest.mark.parametrize(
+    ("cpu", "nano", "gpt2"),
+    [
+        ("avx512f avx512_vnni", {"bf16"}, {"bf16"}),
+        ("avx512f avx512_bf16 avx512_fp16", {"bf16"}, set()),
+        ("avx512_bf16 amx_bf16 amx_tile", {"flash"}, set()),
+        ("asimd i8mm bf16", {"bf16"}, set()),
+    ],
+)
+def test_a_cpu_does_without_what_gains_nothing(monkeypatch, tmp_path, cpu, nano, gpt2):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {cpu}\n")
+    kinds = train_gpt2.bf16_kinds(torch.device("cpu"), tmp_path / "cpuinfo")
+    monkeypatch.setattr(train_gpt2, "bf16_kinds", lambda *_: kinds)
+    for model, expected in (("nano", nano), ("gpt2", gpt2)):
+        config, given = parse_args(["--model", model], "cpu")
+        off = train_gpt2.why_off(config, given, torch.device("cpu"))
+        assert off.keys() == {"tf32", "compile"} | expected
+        config, given = parse_args(["--model", model, "--bf16", "--flash"], "cpu")
+        assert not {"bf16", "flash"} & {*train_gpt2.why_off(config, given, torch.device("cpu"))}
 
 
 def test_the_sizes_have_gpt3s_learning_rates():
