@@ -343,7 +343,7 @@ def why_off(config: TrainConfig, given: set[str], device: torch.device) -> dict[
         if not kinds or (is_nano and "amx_bf16" not in kinds):
             why["bf16"] = "gains nothing where the hardware lacks it, nor without AMX for nano"
     if is_nano and "amx_bf16" in kinds:
-        why["flash"] = "in bfloat16 takes twice as long as products and softmax for nano on a CPU"
+        why["flash"] = "makes a bfloat16 step of nano slower on a CPU"
     if not cuda or is_nano:
         why["compile"] = "takes longer than it saves for nano, and without a GPU"
     wanted = config.compile and ("compile" in given or "compile" not in why)
