@@ -170,7 +170,10 @@ class TrainConfig:
         return GPTConfig(vocab_size, **{name: getattr(self, name) for name in SHAPE_FLAGS})
 
     def num_micro(self, num_ranks: int) -> int:
-        """Micro-batches of each rank in a step; ValueError if a rank would be left with a part."""
+        """Micro-batches of each rank in a step; ValueError if a rank would be left with a part, or
+        has no other one to share with."""
+        if self.zero and num_ranks == 1:
+            raise ValueError("--zero shares out among ranks, this is 1: use torchrun, or leave it")
         B, T = max(1, self.micro_batch_size), self.seq_len
         per_pass = B * T * num_ranks
         if self.batch_tokens % per_pass:
@@ -1220,8 +1223,6 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     """All that train needs, or None if the run is complete. Every mistake in flags or files raises
     here, ValueError or OSError, before anything of the run is written."""
     config.num_micro(world.size)
-    if config.zero and world.size == 1:
-        raise ValueError("--zero shares out among ranks, and this is 1: torchrun, or leave it out")
     if config.tensorboard:
         tensorboard()  # is it there?
     world.agree({spell(name): value for name, value in asdict(config).items()} | code_digest())

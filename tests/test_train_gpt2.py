@@ -988,7 +988,7 @@ MISTAKES = {
     "a mode of nothing": (
         {"compile_mode": "max-autotune-no-cudagraphs"}, "--compile-mode max-.* needs --compile: add"
     ),
-    "sharing with nobody": ({"zero": True}, "--zero shares out among ranks, and this is 1: torchr"),
+    "sharing with nobody": ({"zero": True}, "--zero shares out among ranks, this is 1: use torch"),
     "half a residual of float16": (
         {"bf16_residual": True, "fp16": True}, "--bf16-residual needs --bf16: leave out --fp16"
     ),
