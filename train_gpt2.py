@@ -1200,14 +1200,14 @@ def stream(
     yield decoder.decode(b"", final=True)
 
 
-def sample(run: Run) -> str:
-    """The run's samples, as one text."""
-    model, config = run.state.model, run.config
+def sample(run: Run):
+    model, config, step = run.state.model, run.config, run.state.step
     model.train(not config.dropout)
     texts = ["".join(stream(model, run.data.tokenizer, config, run.world, n))
              for n in range(config.num_samples)]  # fmt: skip
     model.train()
-    return "\n---\n".join(texts)
+    text = "\n---\n".join(texts)
+    run.log(f"sample after step {step}:\n{text}", step=step, sample=text)
 
 
 def newest_state(out_dir: Path, world: World) -> dict | None:
@@ -1281,11 +1281,16 @@ def use_weights(config: TrainConfig, given: set[str], world: World) -> int:
         world.from_main(partial(export, model, source, Path(config.export)))
     if config.eval_only:
         evaluate_only(model, source, config, world)
-    for number in range(config.num_samples if config.sample_only and world.is_main else 0):
+    if config.sample_only and world.is_main:
+        sample_only(model, source, config, world)
+    return 0
+
+
+def sample_only(model: GPT, source: Source, config: TrainConfig, world: World):
+    for number in range(config.num_samples):
         for text in stream(model, source.tokenizer, config, world, number):
             show(text, end="")
         show("\n---" if number + 1 < config.num_samples else "")
-    return 0
 
 
 def evaluate_only(model: GPT, source: Source, config: TrainConfig, world: World):
@@ -1580,15 +1585,13 @@ def train(run: Run, signals: Signals) -> int:
         with profiled(run):
             start = time.perf_counter()
             *figures, stop, notice = train_step(state, run.net, config, world, asked)
-            seconds = time.perf_counter() - start
-        log_step(run, *figures, notice, seconds)
+            figures += [notice, time.perf_counter() - start]
+        log_step(run, *figures)
         saving = stop or due(state.step, config.save_every, config.steps)
         if saving or due(state.step, config.check_every, config.steps):
             check_replicas(state.model, state.step, world)
         if saving:
-            world.note(f"a save after step {state.step}")
-            saved = state.state_dict()  # on all ranks: --zero needs them
-            world.from_main(partial(save, run, saved, stop or state.step == config.steps))
+            save(run, wait=stop or state.step == config.steps)
         if stop and state.step < config.steps:
             run.log(f"stopped by a signal after step {state.step}; go on with the same command,"
                     f" --resume --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
@@ -1596,8 +1599,7 @@ def train(run: Run, signals: Signals) -> int:
         if due(state.step, config.eval_every, config.steps):
             validate(run)
         if due(state.step, config.sample_every, config.steps):
-            text = sample(run)
-            run.log(f"sample after step {state.step}:\n{text}", step=state.step, sample=text)
+            sample(run)
         if run.examples and due(state.step, config.hellaswag_every, config.steps):
             quiz(run)
     if world.is_main:
@@ -1660,7 +1662,13 @@ def spike(losses: list[float], loss: float) -> str:
     return text if sigmas > 6 else ""
 
 
-def save(run: Run, state: dict, wait: bool):
+def save(run: Run, wait: bool):
+    run.world.note(f"a save after step {run.state.step}")
+    state = run.state.state_dict()  # on all ranks: --zero needs them
+    run.world.from_main(partial(save_state, run, state, wait))
+
+
+def save_state(run: Run, state: dict, wait: bool):
     """Write a checkpoint of state, the main rank's, since all ranks hold the same. With a
     GPU it is written from a copy while the training goes on, unless it is to be waited for. OSError
     if it can't be written, or if the one before could not, which does not keep this one from it."""
