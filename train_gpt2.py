@@ -164,6 +164,9 @@ class TrainConfig:
             raise ValueError(f"--bf16-residual needs --bf16: {cure}")
         if self.compile_mode != "default" and not self.compile:
             raise ValueError(f"--compile-mode {self.compile_mode} needs --compile: add it")
+        if self.hellaswag_every and not self.hellaswag:
+            more = f"--hellaswag-every {self.hellaswag_every} asks the questions of no file"
+            raise ValueError(f"{more}: add --hellaswag FILE")
         self.shape(vocab_size=1)  # raises if the heads do not divide the channels
 
     def shape(self, vocab_size: int) -> GPTConfig:
