@@ -753,7 +753,7 @@ def set_allocator(keep: bool):
         return  # another system's allocator
     if keep:
         mallopt(-4, 0)  # M_MMAP_MAX: no tensor gets a mapping of its own
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
     else:
         mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, bytes: each larger tensor gets one
 

@@ -616,6 +616,23 @@ def test_an_export_brings_gpt2s_tokenizer(tmp_path, monkeypatch):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is meant")
+def test_a_large_freed_tensor_stays_with_the_process():
+    """Above 2 GiB too, which a step of 124M at T 1024 needs."""
+    program = """
+import ctypes, torch, train_gpt2
+break_of_heap = ctypes.CDLL(None).sbrk
+break_of_heap.restype = ctypes.c_void_p
+train_gpt2.set_allocator(keep=True)
+before = break_of_heap(0)
+large = torch.empty(3 << 30, dtype=torch.uint8)
+del large
+print(break_of_heap(0) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert int(done.stdout) > 2 << 30, done.stderr
+
+
 @pytest.mark.slow
 def test_a_small_model_of_hugging_faces_is_finetuned_and_goes_back(tmp_path, monkeypatch):
     """On the corpus that needs no download: the loss falls, and transformers samples from it."""
