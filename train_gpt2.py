@@ -1623,7 +1623,8 @@ def log_step(run: Run, loss: float, norm: float, notice: str, seconds: float):
         f"step {step}/{config.steps} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.3f} |"
         f" {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s | {mfu:.0%} MFU | {left} left"
         f"{' | ' * bool(notice)}{notice}",
-        step=step, loss=loss if finite else None, grad_norm=norm if finite else None,
+        step=step, loss=loss if math.isfinite(loss) else None,
+        grad_norm=norm if math.isfinite(norm) else None,
         learning_rate=lr, ms=1000 * seconds, mfu=mfu, tokens_per_s=tokens_per_s, tflops=tflops,
         peak_mib=peak_memory_mib(run.world.device), **({"notice": notice} if notice else {}),
     )  # fmt: skip

@@ -257,15 +257,18 @@ def alone(name: str, base: dict) -> tuple[dict, dict] | None:
 
 def difference(run: dict, other: dict) -> dict:
     """The largest relative differences of losses and gradient norms, and what they may be. With
-    another number of tokens per step only the first losses are alike, and not closely."""
+    another number of tokens per step only the first losses are alike, and not closely; after a step
+    whose gradient overflows float16, which makes no update, nothing is."""
     flags, other_flags = run["flags"], other["flags"]
     if flags["batch-tokens"] != other_flags["batch-tokens"]:
         return {"loss": abs(run["loss"][0] / other["loss"][0] - 1), "tolerances": ANOTHER_BATCH}
     lower = any(some.get(name) for name in PRECISIONS for some in (flags, other_flags))
+    norms = list(zip(run["grad_norm"], other["grad_norm"], strict=True))
+    num_alike = next((i for i, pair in enumerate(norms) if None in pair), len(norms))
+    losses = list(zip(run["loss"], other["loss"], strict=True))[: num_alike + 1]
     found = {"tolerances": LOWER if lower else FLOAT32}
-    for key in ("loss", "grad_norm"):
-        pairs = zip(run[key], other[key], strict=True)
-        found[key] = max(abs(mine / theirs - 1) for mine, theirs in pairs)
+    for key, pairs in (("loss", losses), ("grad_norm", norms[:num_alike])):
+        found[key] = max((abs(mine / theirs - 1) for mine, theirs in pairs), default=0.0)
     return found
 
 
@@ -584,7 +587,7 @@ def with_block(text: str, contents: dict[str, dict]) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add, names = parser.add_argument, " ".join([*SPEED_UPS, "accumulation"])
+    add, names = parser.add_argument, " ".join([*SPEED_UPS, *BEYOND, "accumulation"])
     add("--model", help="as train_gpt2.py's (default: gpt2 on a GPU, nano without one)")
     add("--micro-batch-size", type=int, default=16, help="sequences per pass (default: 16)")
     add("--seq-len", type=int, help="tokens per sequence (default: 1024, nano 128)")

@@ -185,6 +185,20 @@ def test_an_interrupted_ladder_keeps_its_runs_and_goes_on(tmp_path, data_dir):
     assert done.returncode == 2 and "torch 0.1" in done.stderr.splitlines()[-1]
 
 
+def test_nothing_is_compared_after_a_step_that_overflows():
+    """It makes no update: from there on it is another run. Its loss, of before, is the same."""
+    flags = {"batch-tokens": 8, "fp16": True}
+    base = {"flags": flags, "loss": [4.0, 3.0, 2.0], "grad_norm": [1.0, 1.0, 1.0]}
+    found = ladder.difference(
+        base | {"loss": [4.0, 3.03, 9.0], "grad_norm": [1.0, None, 9.0]}, base
+    )
+    assert found["loss"] == pytest.approx(0.01) and found["grad_norm"] == 0
+    found = ladder.difference(base | {"loss": [4.4, 9.0, 9.0], "grad_norm": [None, 9.0, 9.0]}, base)
+    assert found["loss"] == pytest.approx(0.1) and ladder.too_large(found).startswith(
+        "loss differs"
+    )
+
+
 def test_the_readme_shows_the_results_that_are_kept():
     """Its ladder is what --readme makes of the files that it names."""
     text = (REPO / "README.md").read_text(encoding="utf-8")

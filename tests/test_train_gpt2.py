@@ -219,6 +219,8 @@ def test_float16_finds_its_scale_and_keeps_it(data_dir, tmp_path, ranks):
     assert train(line, tmp_path / "killed", ranks, inject=large_scale)[0] == 0
     whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
     assert losses(killed) == losses(whole) and digest(killed) == digest(whole)
+    logged = records(whole, "loss"), records(whole, "grad_norm")
+    assert logged[0][1] == pytest.approx(math.log(257), rel=0.1) and logged[1][1] is None
     scalers = [read_checkpoint(train_gpt2.checkpoints(d)[0])["scaler"] for d in (whole, killed)]
     assert scalers[0] == scalers[1] and scalers[0]["_growth_tracker"] == 12 - len(left_out)
 
