@@ -79,12 +79,13 @@ ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Causal attention as the paper writes it, three (B, nh, T, hs) -> (B, nh, T, hs); holds all
     (B, nh, T, T) weights in memory. q may be the last T of more positions."""
-    T, hs = q.shape[-2:]
+    B, nh, T, hs = q.shape
     past = k.shape[-2] - T
-    future = torch.ones(T, past + T, dtype=torch.bool, device=q.device).triu(1 + past)
-    weights = (q @ k.transpose(-2, -1)) / math.sqrt(hs)  # (B, nh, T, past + T)
-    weights = weights.masked_fill(future, -math.inf).softmax(dim=-1)
-    return F.dropout(weights, dropout) @ v  # (B, nh, T, hs)
+    future = q.new_full((T, past + T), -math.inf).triu(1 + past)
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B * nh, T, hs), and past + T for k and v
+    # the scale and the mask in the product itself spare three passes over the largest tensor
+    weights = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs)).softmax(dim=-1)
+    return (F.dropout(weights, dropout) @ v).view(B, nh, T, hs)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:

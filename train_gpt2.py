@@ -348,8 +348,9 @@ def why_off(config: TrainConfig, given: set[str], device: torch.device) -> dict[
             raise ValueError(f"--tf32 {why['tf32']}: leave it out")
         if not kinds or (is_nano and "amx_bf16" not in kinds):
             why["bf16"] = "gains nothing where the hardware lacks it, nor without AMX for nano"
-    if is_nano and "amx_bf16" in kinds:
-        why["flash"] = "makes a bfloat16 step of nano slower on a CPU"
+    bf16 = config.bf16 and ("bf16" in given or "bf16" not in why)
+    if device.type == "cpu" and bf16 and config.seq_len <= 512:
+        why["flash"] = "is slower in bfloat16 on a CPU, up to a --seq-len of 512"
     if not cuda or is_nano:
         why["compile"] = "takes longer than it saves for nano, and without a GPU"
     wanted = config.compile and ("compile" in given or "compile" not in why)
@@ -1757,6 +1758,8 @@ def draw_loss(out_dir: Path):
 
 
 def main(argv: list[str] | None = None) -> int:
+    # huge pages for a CPU's large tensors, read by torch at its first one: 3 % of a step of 124M
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     is_main = os.environ.get("RANK", "0") == "0"
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
         sys.stdout.reconfigure(errors="replace")

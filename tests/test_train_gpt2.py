@@ -532,12 +532,17 @@ def test_a_cpu_does_without_what_gains_nothing(monkeypatch, tmp_path, cpu, nano,
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {cpu}\n")
     kinds = train_gpt2.bf16_kinds(torch.device("cpu"), tmp_path / "cpuinfo")
     monkeypatch.setattr(train_gpt2, "bf16_kinds", lambda *_: kinds)
-    for model, expected in (("nano", nano), ("gpt2", gpt2)):
-        config, given = parse_args(["--model", model], "cpu")
-        off = train_gpt2.why_off(config, given, torch.device("cpu"))
-        assert off.keys() == {"tf32", "compile"} | expected
-        config, given = parse_args(["--model", model, "--bf16", "--flash"], "cpu")
-        assert not {"bf16", "flash"} & {*train_gpt2.why_off(config, given, torch.device("cpu"))}
+
+    def off(*line: str) -> set[str]:
+        return {*train_gpt2.why_off(*parse_args([*line], "cpu"), torch.device("cpu"))}
+
+    assert off("--model", "nano") == {"tf32", "compile"} | nano
+    assert off("--model", "gpt2") == {"tf32", "compile"} | gpt2
+    for model in ("nano", "gpt2"):
+        assert not {"bf16", "flash"} & off("--model", model, "--bf16", "--flash")
+        assert "flash" not in off("--model", model, "--no-bf16", "--seq-len=128")
+        assert "flash" in off("--model", model, "--bf16", "--seq-len=512")
+        assert "flash" not in off("--model", model, "--bf16", "--seq-len=513")
 
 
 def test_the_sizes_have_gpt3s_learning_rates():
@@ -633,6 +638,23 @@ print(break_of_heap(0) - before)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert int(done.stdout) > 2 << 30, done.stderr
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="Linux has none here"
+)
+def test_large_tensors_have_huge_pages():
+    program = """
+import re, torch, train_gpt2
+train_gpt2.main(["--steps", "no number"])  # ends at once: torch reads the setting only once
+large = torch.ones(1 << 26)  # 256 MiB
+print(re.search(r"AnonHugePages: +(\\d+) kB", open("/proc/self/smaps_rollup").read())[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert int(done.stdout) > 128 << 10, done.stderr
 
 
 @pytest.mark.slow
