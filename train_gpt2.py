@@ -734,10 +734,12 @@ def autocast(config: TrainConfig, device: torch.device):
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     """The same parameters behind torch.compile and DDP; model stays plain: saved and sampled."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    torch.use_deterministic_algorithms(config.deterministic)
+    is_cpu = world.device.type == "cpu"  # where compiled sums alone would need the switch
+    torch.use_deterministic_algorithms(config.deterministic or is_cpu)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which is for finding bugs
     if config.deterministic:  # which cuBLAS is only with a workspace of fixed size
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if world.device.type == "cpu":
+    if is_cpu:
         set_allocator(keep=not config.recompute)
     mode = config.compile_mode
     net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model
