@@ -14,9 +14,10 @@ random weights, on the same tokens of Python's own source, on one device.
 
 First each program is tried with several micro-batch sizes. On a GPU all speed-ups are on; on a CPU
 torch.compile, and llm.c's flash and tensorcores, are tried both on and off, though nanoGPT's README
-has compile off there. One setting is changed at a time, until no change makes it faster. Then the
-programs take turns, each in a fresh process, in an order that each round turns round, since a
-machine's speed drifts. train_gpt2.py has its defaults, and what --flags adds.
+has compile off there, and train_gpt2.py by default. One setting is changed at a time, until no
+change makes it faster. Then the programs take turns, each in a fresh process, in an order that each
+round turns round, since a machine's speed drifts. train_gpt2.py has its other defaults, and what
+--flags adds.
 
 A step is timed from its printed line to the next one's, by the clock of this program: the same for
 all, with all that a loop does in between. What they print themselves is kept beside it, as own_ms:
@@ -104,8 +105,9 @@ def ours(setting: Setting, folder: Path, variant: dict) -> list:
     shape = {"model": "nano"} | SMALL if setting.model == "small" else {"model": "gpt2"}
     flags = {"seq_len": setting.seq_len, "batch_tokens": setting.batch_tokens, "steps": MANY,
              "eval_every": 0, "eval_tokens": 1, "save_every": 0,
-             "data_dir": setting.work / "tokens", "out_dir": "out"}  # fmt: skip
-    return [machine.REPO / OURS, *spelled(shape | variant | flags), *setting.flags]
+             "data_dir": setting.work / "tokens", "out_dir": "out",
+             **variant, "compile": bool(variant["compile"])}  # fmt: skip
+    return [machine.REPO / OURS, *spelled(shape | flags), *setting.flags]
 
 
 def build_nanogpt(setting: Setting, folder: Path, variant: dict) -> list:
@@ -152,7 +154,7 @@ def llm_c(setting: Setting, folder: Path, variant: dict) -> list:
 
 
 PROGRAMS = {  # the command, the micro-batch size's name, and those of speed-ups that can be off
-    OURS: (ours, "micro_batch_size", ()),
+    OURS: (ours, "micro_batch_size", ("compile",)),
     "build-nanogpt": (build_nanogpt, "B", ("use_compile",)),
     "nanoGPT": (nanogpt, "batch_size", ("compile",)),
     "llm.c": (llm_c, "batch_size", ("compile", "flash", "tensorcores")),

@@ -64,7 +64,8 @@ tokens = array("H", Path(flags["data_dir"], "train_000000.bin").read_bytes()[102
 line = "step {step}/9 | loss {loss:.4f} | lr 6.0e-04 | norm 1.5 | {ms:.1f} ms | 9 tokens/s"
 B = get("micro_batch_size")
 assert sys.argv[-1] != "--no-fast", "is not known"
-train(tokens, get("steps"), line, B == 1, get("batch_tokens"), B * get("seq_len"))
+is_slow = B == 1 or flags["compile"] == "False"
+train(tokens, get("steps"), line, is_slow, get("batch_tokens"), B * get("seq_len"))
 """
 )
 BUILD_NANOGPT = (
@@ -198,10 +199,13 @@ def test_on_a_cpu_the_best_variant_is_chosen_and_what_fails_is_noted(tmp_path):
     done = run_program(tmp_path, "--build-nanogpt", clone, *sizes, "--rounds", "1")
     assert done.returncode == 0, done.stderr
     content = results(tmp_path / "project")
-    chosen = {peers.OURS: {"micro_batch_size": 2}, "build-nanogpt": {"B": 2, "use_compile": 0}}
+    chosen = {
+        peers.OURS: {"micro_batch_size": 2, "compile": 1},
+        "build-nanogpt": {"B": 2, "use_compile": 0},
+    }
     assert variants(content) == chosen
     trials = content["results"]["gpt2"]["trials"]
-    assert len(trials) == 6  # none twice
+    assert len(trials) == 7  # none twice
     assert 10 < peers.step_ms(trials["build-nanogpt B=2 use_compile=1"]) < 1000
     failed = {key: trial["why"] for key, trial in trials.items() if "why" in trial}
     why = "RuntimeError: no room for a sequence"
@@ -231,7 +235,7 @@ def test_a_program_that_does_not_run_says_why_on_one_line(tmp_path):
     sizes = ["--micro-batch-sizes", "2", "--seq-len", "8", "--batch-tokens", "32"]
     flags = ["--llm-c", clone, *sizes, "--flags=--no-bf16 --no-fast"]
     done = run_program(tmp_path, *flags, is_gpu=True)
-    why = "train_gpt2.py micro_batch_size=2: AssertionError: is not known"
+    why = "train_gpt2.py micro_batch_size=2 compile=1: AssertionError: is not known"
     assert (done.returncode, done.stderr) == (2, f"peers.py: error: {why}\n")
     done = run_program(tmp_path, *flags[:-1], is_gpu=True, project=tmp_path / "project")
     why = "ModuleNotFoundError: No module named 'not_here': pip install not_here"
