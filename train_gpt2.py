@@ -734,9 +734,10 @@ def autocast(config: TrainConfig, device: torch.device):
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     """The same parameters behind torch.compile and DDP; model stays plain: saved and sampled."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    is_cpu = world.device.type == "cpu"  # where compiled sums alone would need the switch
+    is_cpu = world.device.type == "cpu"
+    # compiled code alone adds up in any order on a CPU, and the switch costs it nothing
     torch.use_deterministic_algorithms(config.deterministic or is_cpu)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which is for finding bugs
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it serves to find bugs
     if config.deterministic:  # which cuBLAS is only with a workspace of fixed size
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if is_cpu:
