@@ -83,7 +83,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     past = k.shape[-2] - T
     future = q.new_full((T, past + T), -math.inf).triu(1 + past)
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B * nh, T, hs), and past + T for k and v
-    # the scale and the mask in the product itself spare three passes over the largest tensor
+    # as part of the product, scale and mask cost no pass of their own where nothing is compiled
     weights = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs)).softmax(dim=-1)
     return (F.dropout(weights, dropout) @ v).view(B, nh, T, hs)
 

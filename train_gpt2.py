@@ -349,8 +349,9 @@ def why_off(config: TrainConfig, given: set[str], device: torch.device) -> dict[
         if not kinds or (is_nano and "amx_bf16" not in kinds):
             why["bf16"] = "gains nothing where the hardware lacks it, nor without AMX for nano"
     bf16 = config.bf16 and ("bf16" in given or "bf16" not in why)
-    if device.type == "cpu" and bf16 and config.seq_len <= 512:
-        why["flash"] = "is slower in bfloat16 on a CPU, up to a --seq-len of 512"
+    # 124M, ms per layer: plain 8 and flash 16 at T 256, 15 and 21 at 512, 29 and 26 at 1024
+    if bf16 and "amx_bf16" in kinds and config.seq_len <= 512:
+        why["flash"] = "is slower in bfloat16 on a CPU with AMX up to a --seq-len of 512"
     if not cuda or is_nano:
         why["compile"] = "takes longer than it saves for nano, and without a GPU"
     wanted = config.compile and ("compile" in given or "compile" not in why)
@@ -735,8 +736,10 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     """The same parameters behind torch.compile and DDP; model stays plain: saved and sampled."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     is_cpu = world.device.type == "cpu"
-    # compiled code alone adds up in any order on a CPU, and the switch costs it nothing
-    torch.use_deterministic_algorithms(config.deterministic or is_cpu)
+    # on a CPU only compiled code adds up in an order that varies; the switch costs a step nothing,
+    # but would keep max-autotune from timing any kernel
+    ordered = config.deterministic or (is_cpu and config.compile_mode == "default")
+    torch.use_deterministic_algorithms(ordered)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it serves to find bugs
     if config.deterministic:  # which cuBLAS is only with a workspace of fixed size
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -1761,8 +1764,9 @@ def draw_loss(out_dir: Path):
 
 
 def main(argv: list[str] | None = None) -> int:
-    # torch reads these once: huge pages for a CPU's large tensors, 3 % of a step of 124M; in code
-    # compiled for it, tanh made of exponentials, right to 2e-7, 8 % of a step of nano
+    # Before the first tensor and the first compiling, since torch reads each once. Huge pages for
+    # large tensors save a CPU 3 % of a step of 124M; tanh made of exponentials, in what is compiled
+    # for a CPU, 8 % of a compiled step of nano (its absolute error is 2e-7)
     for name in ("THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH"):
         os.environ.setdefault(name, "1")
     is_main = os.environ.get("RANK", "0") == "0"

@@ -99,6 +99,8 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
     os.environ.update(env)
     os.chdir(folder)
     torch.set_num_threads(1)
+    if inductor := sys.modules.get("torch._inductor.config"):
+        inductor.cpp.use_decompose_tanh = True  # as main() sets it, before anything imports it
     name = f"rank{env.get('RANK', 0)}"
     sys.stdout, sys.stderr = (open(f"{name}.{end}", "w") for end in ("out", "err"))
     log_step = train_gpt2.log_step

@@ -51,9 +51,11 @@ def test_heads_must_divide_the_channels():
         GPTConfig(n_embd=50)
 
 
-def test_flash_attention_is_attention():
-    q, k, v = torch.randn(3, 2, 4, 9, 8, generator=torch.Generator().manual_seed(0))
-    assert_close(attention(q, k, v), flash_attention(q, k, v))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_flash_attention_is_attention(dtype):
+    qkv = torch.randn(3, 2, 4, 9, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert_close(attention(*qkv), flash_attention(*qkv), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("flash", [True, False])
