@@ -1,4 +1,4 @@
-"""Token shards on disk, the loader that deals their sequences out to the ranks, and questions.
+"""Token shards on disk, and the loader that deals their sequences out to the ranks.
 
 A shard is a file of uint16 tokens, little-endian, in one of three layouts, told by its content:
     .bin   256 int32 (20240520, 1, number of tokens, 0 ...), then the tokens: what prepare_data.py
@@ -7,38 +7,34 @@ A shard is a file of uint16 tokens, little-endian, in one of three layouts, told
     .bin   the tokens alone, in files called train.bin and val.bin: nanoGPT's
 
 A folder of shards may hold manifest.json: what prepare_data.py knew when it wrote them, and the
-CRC-32 of each 32 KiB of tokens, which every reading is checked against.
-
-A file of multiple-choice questions is llm.c's too: 256 int32 (20240522, 1, number of examples, most
-bytes of one, 0 ...), then uint16: for each example 65535, its bytes, its index, the right choice's
-index, the number of choices; then for the context and each choice how many tokens, and these.
+CRC-32 of each 32 KiB of tokens, which every reading is checked against. It holds a CRC-32 of its
+own, "crc32": whoever changes a manifest by hand takes that out.
 """
 
-import binascii
 import hashlib
 import json
 import os
-import platform
+import re
+import reprlib
 import tempfile
+import warnings
 import zlib
 from base64 import b64decode
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from json import JSONDecodeError
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 MAGIC, VERSION = 20240520, 1
-EVAL_MAGIC, START = 20240522, 65535  # of a file of questions, and of each one in it
+EVAL_MAGIC = 20240522  # of a file of questions, which lies beside shards: support/questions.py
 HEADER_BYTES = 1024
 TOKEN = np.dtype("<u2")
 CHUNK = 16384  # tokens with one CRC-32: 6 us to check, 33 kB in the manifest for 100M tokens
+SAMPLES = 64  # of a shard without CRCs
 MANIFEST = "manifest.json"
 PREPARE = "prepare_data.py"
 VOCAB_URLS = [  # GPT-2's vocabulary, where tiktoken gets it from
@@ -46,52 +42,6 @@ VOCAB_URLS = [  # GPT-2's vocabulary, where tiktoken gets it from
     for name in ("vocab.bpe", "encoder.json")
 ]
 VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # <|endoftext|> is the last id of both
-
-# --------------------------------------------------------------------------------------------------
-# Files
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator:
-    """A binary file to write that becomes path whole or not at all, also when the power fails."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(unfinished, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name is safe once the folder is on the disk too
-        os.fsync(folder := os.open(path.parent, os.O_RDONLY))
-        os.close(folder)
-
-
-def locked(folder: Path) -> IO:
-    """Make folder and keep other processes out of it until the file that this returns is closed, as
-    the end of a process does in any way. BlockingIOError, with its number, if there is another."""
-    folder.mkdir(parents=True, exist_ok=True)
-    f = open(folder / "lock", "a+", encoding="utf-8")
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            f.seek(1 << 30)  # what is locked can't be read there
-            msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # Windows has the second
-        f.seek(0)
-        owner = f"process {f.read() or '(unknown)'}"
-        f.close()
-        raise BlockingIOError(f"{folder} is being written by {owner}") from None
-    f.truncate(0)
-    f.write(f"{os.getpid()} on {platform.node()}")
-    f.flush()
-    return f
 
 
 def vocab_files() -> list[Path]:
@@ -119,6 +69,7 @@ class Shard:
     offset: int  # bytes before the first token
     num_tokens: int
     crcs: bytes = b""  # the CRC-32 of each CHUNK of tokens, uint32, where they are known
+    most: int = 65535  # no id is larger
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens start .. start + count, uint16 (count,); OSError if the file is not what it was.
@@ -136,12 +87,22 @@ class Shard:
         damaged = any(zlib.crc32(tokens[i : i + CHUNK]) != crc for i, crc in chunks)
         if damaged or len(tokens) < end - first:
             raise OSError(f"{self.path} is damaged: its tokens {first:,} to {end:,} are not whole")
-        return tokens[start - first : start - first + count]
+        tokens = tokens[start - first : start - first + count]
+        if (largest := tokens.max(initial=0)) > self.most:  # 2 us
+            why = f"holds token {largest}, {MANIFEST} says that {self.most} is the largest"
+            raise OSError(f"{self.path} {why}; prepare the data again")
+        return tokens
 
     def largest_id(self) -> int:
         """By reading the whole shard, 2 MiB at a time."""
         starts = range(0, self.num_tokens, 1 << 20)
         return max(int(self.read(s, min(1 << 20, self.num_tokens - s)).max()) for s in starts)
+
+    def sample(self) -> bytes:
+        """SAMPLES reads spread evenly from the first token to the last, 1 ms in all."""
+        size = min(512, self.num_tokens)
+        starts = {i * (self.num_tokens - size) // (SAMPLES - 1) for i in range(SAMPLES)}
+        return b"".join(self.read(start, size).tobytes() for start in sorted(starts))
 
 
 def shard_header(num_tokens: int) -> bytes:
@@ -180,7 +141,8 @@ def recognise(path: Path, size: int) -> Shard:
 
 
 def open_npy(path: Path) -> Shard:
-    array = np.load(path, mmap_mode="r")  # reads the header only
+    with warnings.catch_warnings(action="ignore"):  # of headers that Python 2 wrote
+        array = np.load(path, mmap_mode="r")  # reads the header only
     if array.dtype != TOKEN or array.ndim != 1:
         raise ValueError(f"holds {array.dtype} of shape {array.shape}, not uint16 in a row")
     return Shard(path, array.offset, len(array))
@@ -200,66 +162,9 @@ def open_raw(path: Path, size: int) -> Shard:
     return Shard(path, 0, size // TOKEN.itemsize)
 
 
-# --------------------------------------------------------------------------------------------------
-# Multiple-choice questions
-
-
-@dataclass(frozen=True)
-class Example:
-    """A question in tokens, uint16 each."""
-
-    context: np.ndarray
-    choices: list[np.ndarray]
-    label: int  # which choice is right
-
-
 def holds_examples(path: Path) -> bool:
     """Whether path is a file of questions, told by its content: hellaswag_val.bin is no shard."""
     return path.is_file() and np.fromfile(path, "<i4", 1).tolist() == [EVAL_MAGIC]
-
-
-def read_examples(path: Path) -> list[Example]:
-    """The questions in path; ValueError if there are none, or not all of them whole."""
-    try:
-        return examples_in(path)
-    except (OSError, ValueError) as error:
-        why = f"{path} is not a whole file of multiple-choice questions: {error}"
-    raise ValueError(f"{why}; copy it again, or write it with {PREPARE} --multiple-choice")
-
-
-def examples_in(path: Path) -> list[Example]:
-    if not path.is_file():
-        raise ValueError("no file")
-    magic, version, num_examples = np.append(np.fromfile(path, "<i4", 3), [0] * 3)[:3].tolist()
-    if (magic, version) != (EVAL_MAGIC, VERSION):
-        raise ValueError(f"starts with {magic}, {version} instead of {EVAL_MAGIC}, {VERSION}")
-    words, examples = np.frombuffer(path.read_bytes()[HEADER_BYTES:], TOKEN), []
-    while len(words):
-        example, words = first_example(words, len(examples))
-        examples.append(example)
-    if len(examples) != num_examples or not examples:
-        raise ValueError(f"holds {len(examples):,} examples, its header says {num_examples:,}")
-    return examples
-
-
-def first_example(words: np.ndarray, index: int) -> tuple[Example, np.ndarray]:
-    """The example that words begin with, and the words behind it; ValueError if it is damaged."""
-    start, size, own_index, label, num_choices = np.append(words[:5], [0] * 5)[:5].tolist()
-    counts, texts, rest = [], [], words[5 : size // 2]
-    while len(rest):
-        counts.append(int(rest[0]))
-        texts.append(rest[1 : 1 + counts[-1]])
-        rest = rest[1 + counts[-1] :]
-    if (start, own_index) != (START, index):
-        raise ValueError(f"example {index} starts as {start}, {own_index}, not {START}, {index}")
-    whole = size == 2 * (5 + len(counts) + sum(counts)) <= 2 * len(words)
-    if not whole or len(counts) != num_choices + 1:
-        raise ValueError(f"example {index} does not fit into its {size:,} bytes")
-    if not all(counts):
-        raise ValueError(f"example {index} has an empty context or choice")
-    if not label < num_choices >= 2:
-        raise ValueError(f"example {index} has label {label} of {num_choices} choices")
-    return Example(texts[0], texts[1:], label), words[size // 2 :]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,26 +179,98 @@ class TokenFolder:
     val: list[Shard]
     tokenizer: str  # "bytes", "gpt2" or "unknown"
     largest_id: int | None  # None: not known without reading everything
-    bytes_per_token: float | None  # of the validation text
 
+    @cached_property
     def fingerprint(self) -> str:
-        """Differs for data of other lengths, order or beginnings; a name may change."""
+        """Differs for data of other lengths, order or tokens, as the manifest's CRCs or else a
+        sample of each shard tell; a name may change."""
+        splits, all_crcs = hashlib.sha256(), all(s.crcs for s in self.train + self.val)
+        for shards in (self.train, self.val):
+            splits.update(len(shards).to_bytes(8, "little"))
+            for shard in shards:
+                splits.update(shard.num_tokens.to_bytes(8, "little"))
+                splits.update(shard.crcs if all_crcs else shard.sample())
+        return f"{'crc32' if all_crcs else 'sample'}:{splits.hexdigest()[:16]}"
+
+    def old_fingerprint(self) -> str:
+        """What checkpoints held before, without a colon: of the beginnings of training shards."""
         begins = [(s.num_tokens, s.read(0, min(512, s.num_tokens)).tobytes()) for s in self.train]
         return hashlib.sha256(repr(begins).encode()).hexdigest()[:16]
+
+
+# What a manifest must hold: a range of whole numbers, a pattern of text, any number of [these], or
+# fields by name; one with ? may be missing.
+CRC32, COUNT = range(1 << 32), range(1 << 53)
+NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,255}")
+BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
+ENTRY = {"name": NAME, "bytes": COUNT, "tokens": range(1, 1 << 31), "largest_id": range(1 << 16)}
+ENTRY |= {"chunk_crc32": BASE64, "sha256?": NAME}
+SPLIT = {"shards": [ENTRY], "tokens?": COUNT, "documents?": COUNT, "bytes?": COUNT, "crc32?": CRC32}
+FIELDS = {"tokenizer": {"name": NAME, "sha256?": NAME}, "train": SPLIT, "val": SPLIT}
+FIELDS |= {"input?": [COUNT], "crc32?": CRC32}
+
+
+def check_fields(value, wanted: range | re.Pattern | list | dict, where: str = ""):
+    """ValueError, with the place, unless value is as wanted."""
+    if isinstance(wanted, range):
+        fits = type(value) is int and value in wanted
+    elif isinstance(wanted, re.Pattern):
+        fits = isinstance(value, str) and wanted.fullmatch(value)
+    else:
+        fits = isinstance(value, type(wanted))
+    if not fits:
+        found = f"{value:,}" if type(value) is int else reprlib.repr(value)
+        raise ValueError(f"{where or 'its content'} is {found}")
+    if isinstance(wanted, list):
+        for i, item in enumerate(value):
+            check_fields(item, wanted[0], f"{where}[{i}]")
+    elif isinstance(wanted, dict):
+        for key, inner in wanted.items():
+            name = key.rstrip("?")
+            if name == key or name in value:
+                check_fields(value.get(name), inner, f"{where}.{name}".lstrip("."))
+
+
+def content_crc32(manifest: dict) -> int:
+    return zlib.crc32(json.dumps(manifest).encode())
+
+
+def read_manifest(folder: Path) -> dict:
+    """What folder's manifest says, each field of its type and in its range; ValueError if one is
+    not, FileNotFoundError if there is no manifest."""
+    path = folder / MANIFEST
+    try:
+        if not path.stat().st_size < 1 << 28 or not path.is_file():
+            raise ValueError("no file of less than 256 MiB")  # and a pipe would wait for ever
+        check_fields(manifest := json.loads(path.read_bytes()), FIELDS)
+        crc32 = manifest.pop("crc32", None)
+        if crc32 not in (None, content_crc32(manifest)):
+            raise ValueError("its content does not have its crc32")
+        for name in ("train", "val"):
+            check_count(manifest[name], name)
+        return manifest
+    except (ValueError, RecursionError, MemoryError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise ValueError(f"{path} is damaged ({why}); prepare the data again")
+
+
+def check_count(split: dict, name: str):
+    """ValueError if the shards of a split do not hold its tokens; of one that grows they hold less,
+    and crc32 is of the others."""
+    in_shards = sum(entry["tokens"] for entry in split["shards"])
+    more = split.setdefault("tokens", in_shards) - in_shards
+    if more < 0 or (more > 0) != ("crc32" in split):
+        raise ValueError(f"{name}.tokens is {split['tokens']:,}, its shards have {in_shards:,}")
 
 
 def open_folder(path: Path) -> TokenFolder:
     """The shards in path, each checked by its header; OSError or ValueError if one is amiss."""
     if not path.is_dir():
         raise FileNotFoundError(f"--data-dir {path} is not a folder; write it with {PREPARE}")
-    if not (path / MANIFEST).exists():
+    if not os.path.lexists(path / MANIFEST):
         tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT's alphabets
-        return TokenFolder(find(path, "train"), find(path, "val"), tokenizer, None, None)
-    try:
-        return open_prepared(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-    except (KeyError, TypeError, JSONDecodeError, UnicodeDecodeError, binascii.Error) as error:
-        why = f"damaged ({type(error).__name__}: {error}); prepare the data again"
-    raise ValueError(f"{path / MANIFEST} is {why}")
+        return TokenFolder(find(path, "train"), find(path, "val"), tokenizer, None)
+    return open_prepared(path, read_manifest(path))
 
 
 def open_prepared(path: Path, manifest: dict) -> TokenFolder:
@@ -302,10 +279,8 @@ def open_prepared(path: Path, manifest: dict) -> TokenFolder:
     if not all(splits):
         raise ValueError(f"{path / MANIFEST} names no shards of one split: see {PREPARE}")
     train, val = ([open_entry(path, entry) for entry in entries] for entries in splits)
-    largest_id = max(entry["largest_id"] for entry in sum(splits, []))
-    text_bytes = manifest["val"].get("bytes")  # not known of shards that others made
-    bytes_per_token = text_bytes and text_bytes / manifest["val"]["tokens"]
-    return TokenFolder(train, val, manifest["tokenizer"]["name"], largest_id, bytes_per_token)
+    largest_id = max(shard.most for shard in train + val)
+    return TokenFolder(train, val, manifest["tokenizer"]["name"], largest_id)
 
 
 def open_entry(path: Path, entry: dict) -> Shard:
@@ -314,7 +289,7 @@ def open_entry(path: Path, entry: dict) -> Shard:
     if shard.num_tokens != entry["tokens"] or len(crcs) != -(-shard.num_tokens // CHUNK) * 4:
         why = f"{entry['tokens']:,}, with {len(crcs) // 4:,} CRCs; prepare the data again"
         raise ValueError(f"{shard.path} holds {shard.num_tokens:,} tokens, {MANIFEST} says {why}")
-    return replace(shard, crcs=crcs)
+    return replace(shard, crcs=crcs, most=entry["largest_id"])
 
 
 def find(path: Path, split: str) -> list[Shard]:
@@ -370,7 +345,8 @@ class ShardLoader:
         if not len(self):
             longest = max(shard.num_tokens for shard in shards)
             why = f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}"
-            raise ValueError(f"{why}: try --seq-len {longest - 1}")
+            cure = f"try --seq-len {longest - 1}" if longest > 1 else "prepare more text"
+            raise ValueError(f"{why}: {cure}")
         self.position = 0  # sequences dealt out so far, over all ranks
         self.ahead = {}
 

@@ -1,5 +1,5 @@
-"""GPT-2 in one file of PyTorch: the network, its initial weights or those of others, and what it
-can be asked: the loss, how likely an answer is, and what comes next.
+"""GPT-2 in one file of PyTorch: the network, its initial weights, and what it can be asked: the
+loss, how likely an answer is, and what comes next.
 
 Shapes in the comments:
     B  sequences in a batch               nh  attention heads (n_head)
@@ -13,13 +13,9 @@ Sources:
     https://github.com/openai/gpt-2/blob/master/src/model.py
 """
 
-import json
 import math
-import re
-import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -314,8 +310,10 @@ def pick(
 ) -> Tensor:
     """A token for each row of logits (B, V), as (B, 1): at temperature 0 the likeliest, else drawn
     among the top_k likeliest (0: all), and of these the fewest that have the share top_p (Holtzman
-    et al. 2020)."""
-    if not temperature:
+    et al. 2020). ValueError if the weights overflow."""
+    if not logits.amax().isfinite():
+        raise ValueError("the network's weights overflow: it can't tell a next token")
+    if temperature < torch.finfo(torch.float32).tiny:  # to divide by it would overflow
         return logits.argmax(dim=-1, keepdim=True)
     top, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # falling
     probs = ((top - top[:, :1]) / temperature).softmax(dim=-1)
@@ -323,167 +321,3 @@ def pick(
         before = probs.cumsum(dim=-1) - probs  # the share of the likelier ones
         probs[:, 1:].masked_fill_(before[:, 1:] >= top_p, 0)
     return ids.gather(1, torch.multinomial(probs, 1, generator=rng))
-
-
-# --------------------------------------------------------------------------------------------------
-# Weights of others
-
-CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as (in, out)
-HF_SETTINGS = {  # what a config.json may say besides the shape; left out, it is the first value
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "tie_word_embeddings": (True,),
-}
-HF_SHAPE = {"vocab_size": "vocab_size", "n_positions": "seq_len", "n_layer": "n_layer",
-            "n_head": "n_head", "n_embd": "n_embd"}  # fmt: skip
-
-
-class ForeignConfig:
-    """Stands in for the class whose object build-nanogpt keeps in its checkpoints, so that its
-    numbers can be read without running its code."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Weights on disk, and what is known of them."""
-
-    path: Path
-    shape: GPTConfig
-    tensors: Callable[[], dict[str, Tensor]]  # reads them
-    tokenizer: str  # "gpt2", "bytes" or "unknown"
-    flags: dict  # of the run that made them, if it was this program's
-
-    def weights(self, config: GPTConfig) -> dict[str, Tensor]:
-        """What GPT(config) loads; config may have fewer positions. Padded rows are 0. ValueError if
-        a tensor is missing, has another shape or is not finite."""
-        found = {re.sub(r"^(module\.|_orig_mod\.|transformer\.)+", "", str(name)): tensor
-                 for name, tensor in self.tensors().items()}  # fmt: skip
-        found = {f"transformer.{name}": tensor for name, tensor in found.items()
-                 if not name.endswith((".attn.bias", ".attn.masked_bias"))}  # masks  # fmt: skip
-        with torch.device("meta"):
-            plain = GPT(replace(self.shape, pad_vocab=False))
-        shapes = {name: p.shape for name, p in plain.named_parameters()}
-        if self.path.is_file() and "transformer.ln_f.bias" not in found:  # nanoGPT's bias=False
-            biases = {name: torch.zeros(size) for name, size in shapes.items() if "bias" in name}
-            found = biases | found
-        if wrong := {*found} - {*shapes, "transformer.lm_head.weight"}:
-            raise ValueError(f"{self.path} holds {min(wrong)}, which is not in its shape")
-        weights = {name: self.checked(found.get(name), name, size) for name, size in shapes.items()}
-        wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
-        wte = F.pad(wte, (0, 0, 0, config.num_rows - len(wte)))
-        ends = {"transformer.wte.weight": wte, "lm_head.weight": wte}
-        return weights | ends | {"transformer.wpe.weight": wpe[: config.seq_len]}
-
-    def checked(self, tensor: Tensor | None, name: str, size: torch.Size) -> Tensor:
-        """A tensor as it is here, float32."""
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise ValueError(f"{self.path} lacks {name}")
-        if name == "transformer.wte.weight" and self.path.is_file():
-            tensor = tensor[: size[0]]  # others keep the padding
-        if self.path.is_dir() and name.endswith(CONV1D) and tensor.dim() == 2:
-            tensor = tensor.t()
-        if tensor.shape != size:
-            shapes = f"{tuple(tensor.shape)}, not {tuple(size)}"
-            raise ValueError(f"{self.path}: {name} has the shape {shapes}")
-        if not tensor.isfinite().all():
-            raise ValueError(f"{self.path}: {name} holds numbers that are not finite")
-        return tensor.float()
-
-
-def read_source(path: Path) -> Source:
-    """The network in path, a folder in Hugging Face's format or a checkpoint of nanoGPT, of
-    build-nanogpt or of this project; ValueError if it is none, or no GPT-2."""
-    try:
-        return hf_source(path) if path.is_dir() else archive(path)
-    except Exception as error:  # damaged bytes make any reader fail in any way
-        why = f"{path} is no GPT-2: {cause(error)}"
-    raise ValueError(why)
-
-
-def cause(error: Exception) -> str:
-    """One line; not PyTorch's advice to run the code in a file after all."""
-    text = (str(error) or repr(error)).splitlines()[0]
-    plain = text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
-    return "it holds more than tensors" if "Weights only" in text else f"{plain:.200}"
-
-
-def tokenizer_of(vocab_size: int) -> str:
-    """By the ids: GPT-2's may have some more, for padding or for the ends of a chat."""
-    return "bytes" if vocab_size == 257 else "gpt2" if 50257 <= vocab_size <= 50432 else "unknown"
-
-
-def hf_source(folder: Path) -> Source:
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shape = GPTConfig(**{ours: settings[theirs] for theirs, ours in HF_SHAPE.items()})
-    for name, known in {**HF_SETTINGS, "n_inner": (None, 4 * shape.n_embd)}.items():
-        if settings.get(name, known[0]) not in known:
-            raise ValueError(f"config.json: {name} {settings[name]} is not supported")
-    tokenizer = tokenizer_of(shape.vocab_size)
-    return Source(folder, shape, lambda: hf_tensors(folder), tokenizer, {})
-
-
-def hf_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder in Hugging Face's format, in one file or in several."""
-    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-             "pytorch_model.bin.index.json")  # fmt: skip
-    path = next((folder / name for name in names if (folder / name).exists()), None)
-    if path is None:
-        raise ValueError(f"{folder} has no weights: none of {', '.join(names)}")
-    try:
-        if path.suffix != ".json":
-            return dict(tensors_in(path))
-        files = {Path(name).name for name in json.loads(path.read_text())["weight_map"].values()}
-        return {n: t for file in sorted(files) for n, t in tensors_in(folder / file).items()}
-    except ImportError:
-        why = f"{path} needs a library: pip install safetensors"
-    except Exception as error:  # as above
-        why = f"{path} can't be read: {cause(error)}"
-    raise ValueError(why)
-
-
-def tensors_in(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def archive(path: Path) -> Source:
-    """A checkpoint: nanoGPT's, build-nanogpt's or ours."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError("not written by torch.save")
-    stand_in = [(ForeignConfig, "__main__.GPTConfig"), (ForeignConfig, "model.GPTConfig")]
-    with torch.serialization.safe_globals(stand_in):
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    weights = dict(saved["model"])
-    if "identity" in saved:
-        facts = saved["identity"]
-        shape = GPTConfig(**{f.name: facts[f.name] for f in fields(GPTConfig)})
-        return Source(path, shape, lambda: weights, facts["tokenizer"], saved["config"])
-    settings = saved.get("model_args") or vars(saved["config"])
-    size = {name: settings[name] for name in ("n_layer", "n_head", "n_embd")}
-    rows = settings["vocab_size"]
-    vocab_size = 50257 if rows == 50304 else rows  # their default, padded
-    shape = GPTConfig(vocab_size, settings["block_size"], **size)
-    return Source(path, shape, lambda: weights, tokenizer_of(vocab_size), {})
-
-
-def hf_weights(model: GPT) -> dict[str, Tensor]:
-    """The weights as Hugging Face's GPT2LMHeadModel names and lays them out, without padding."""
-    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: model.config.vocab_size]
-    return {n: (p.t() if n.endswith(CONV1D) else p).contiguous() for n, p in weights.items()}
-
-
-def hf_config(config: GPTConfig, end_of_text: int | None) -> dict:
-    """What config.json says of it."""
-    shape = {theirs: asdict(config)[ours] for theirs, ours in HF_SHAPE.items()}
-    settings = {name: values[0] for name, values in HF_SETTINGS.items()}
-    settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
-    return settings | shape | {"architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32"}

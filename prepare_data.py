@@ -10,7 +10,8 @@
 A document is a file, a line of .jsonl or a row of .parquet; each begins with <|endoftext|>. The
 same input gives the same bytes on disk, with any number of workers, and however often the command
 was killed and repeated: the shards grow in DATA_DIR.unfinished, whose manifest says how far they
-are, and the folder gets its name when it is whole.
+are; what it counts is checked before they grow on; if it is damaged, all is made again. The folder
+gets its name when it is whole.
 """
 
 import gzip
@@ -46,10 +47,13 @@ import numpy as np
 from tqdm import tqdm
 
 import dataloader
-from dataloader import CHUNK, HEADER_BYTES, MANIFEST, TOKEN, Example, Shard, open_shard
+from dataloader import CHUNK, HEADER_BYTES, MANIFEST, TOKEN, Shard, open_shard
+from support.files import DISK_ERRORS, locked, own_file, whole_file
+from support.questions import check_absent, examples_of, write_examples
 
 PIECE = 1 << 18  # bytes of text that are read at a time; one to two of them are encoded at a time
 RANGES = {"shard-tokens": (1024, 2**31 - 1), "val-fraction": (0, 0.5), "workers": (0, 61)}
+RANGES |= {"seed": (-(2**63), 2**64 - 1)}
 RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files of many documents
 BAR = {"unit": "B", "unit_scale": True, "disable": None}  # shown where there is a terminal
 TRIES, PAUSE_S, TIMEOUT_S = 6, 1, 30  # of a download; the pause doubles with each try
@@ -72,13 +76,39 @@ def files_in(inputs: list[str]) -> list[str]:
     """What files, folders and patterns name, each once; a folder's sorted, without hidden ones."""
     files = []
     for name in inputs:
-        found = sorted(glob(name, recursive=True)) or glob(escape(name))
+        found = sorted(matches(name)) or glob(escape(name))
         if not found:
             raise FileNotFoundError(f"--input {name} does not exist")
         for path in found:
-            folder = os.path.isdir(path)
-            files += sorted(glob(f"{escape(path)}/**", recursive=True)) if folder else [path]
+            files += sorted(matches(f"{escape(path)}/**")) if os.path.isdir(path) else [path]
     return list({os.path.realpath(file): file for file in files if os.path.isfile(file)}.values())
+
+
+def matches(pattern: str) -> list[str]:
+    """What glob finds, which would follow links that go in circles for ever: ** here enters each
+    folder once."""
+    head, *rest = re.split(r"(?<![^/])\*\*(?:/|$)", pattern.replace(os.sep, "/"), maxsplit=1)
+    if not rest:
+        return glob(pattern)
+    found = (folder for top in glob(head or ".") for folder in folders(top))
+    return [
+        path
+        for folder in found
+        for path in matches(f"{escape(folder.rstrip('/'))}/{rest[0] or '*'}")
+    ]
+
+
+def folders(top: str) -> Iterator[str]:
+    """A folder and those in it, at any depth, without hidden ones, each once whatever links there
+    are to it."""
+    todo, seen = [top], set()
+    while todo:
+        folder = todo.pop()
+        if (real := os.path.realpath(folder)) not in seen and os.access(folder, os.R_OK | os.X_OK):
+            seen.add(real)
+            yield folder
+            names = sorted(f"{entry.name}/" for entry in os.scandir(folder) if os.path.isdir(entry))
+            todo += [os.path.join(folder, n[:-1]) for n in names[::-1] if n[0] != "."]
 
 
 def utf8(text) -> bytes | None:
@@ -92,7 +122,7 @@ def utf8(text) -> bytes | None:
 def json_text(line: bytes, text_field: str) -> bytes | None:
     try:
         return utf8(json.loads(line)[text_field])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
@@ -134,9 +164,12 @@ def documents(files: list[str], text_field: str, skipped: Counter) -> Iterator[I
 
 
 def each_alone(texts: Iterable[bytes | None], why: str, skipped: Counter) -> Iterator[list[bytes]]:
-    for text in texts:
+    """Those that are text; the others are counted, with the number of the first."""
+    first = None
+    for n, text in enumerate(texts, 1):
         if text is None:
-            skipped[why] += 1
+            first = first or f"{why}, first in line {n:,}"
+            skipped[first] += 1
         else:
             yield [text]
 
@@ -285,19 +318,45 @@ def describe(shard: Shard) -> dict:
     return entry | {"chunk_crc32": b64encode(np.array(crcs, "<u4")).decode()}
 
 
+def check_shard(folder: Path, entry: dict):
+    """OSError or ValueError unless the shard in folder is, to the byte, what entry says: its tokens
+    by their CRCs, and its header, of which a trainer reads three numbers alone."""
+    found = describe(shard := dataloader.open_entry(folder, entry))  # reading checks the CRCs
+    with open(shard.path, "rb") as f:
+        own_header = f.read(HEADER_BYTES) == dataloader.shard_header(shard.num_tokens)
+    if "sha256" in entry:  # a download's
+        found["sha256"] = sha256_of(shard.path)
+    elif not own_header:
+        raise ValueError(f"{shard.path} has another header than it was written with")
+    if wrong := [f"{k} is {v}, not {entry[k]}" for k, v in found.items() if v != entry[k]]:
+        raise ValueError(", ".join(wrong))
+
+
 def read_manifest(folder: Path) -> dict:
     """What folder's manifest says; of one that has none, that nothing is there."""
     try:
-        return json.loads((folder / MANIFEST).read_bytes())
+        return dataloader.read_manifest(folder)
     except FileNotFoundError:
         return {"train": {"shards": []}, "val": {"shards": []}}
-    except ValueError as error:
-        raise ValueError(f"{folder / MANIFEST} is damaged: {error}") from None
 
 
-def save_manifest(folder: Path, **content):
-    with dataloader.whole_file(folder / MANIFEST) as f:
+def save_manifest(folder: Path, content: dict):
+    content = content | {"crc32": dataloader.content_crc32(content)}
+    with whole_file(folder / MANIFEST) as f:
         f.write(json.dumps(content, indent=1).encode())
+
+
+def crc32_of(path: Path, num_tokens: int) -> int:
+    """Of the first num_tokens of a shard, or of those that are there."""
+    crc32, left = 0, num_tokens * TOKEN.itemsize
+    with open(path, "rb") as f:
+        f.seek(HEADER_BYTES)
+        while block := f.read(min(left, 1 << 20)):
+            crc32, left = zlib.crc32(block, crc32), left - len(block)
+    return crc32
+
+
+ACCOUNT = ("documents", "bytes", "tokens", "shards", "crc32")  # the last of a growing split only
 
 
 @dataclass
@@ -311,6 +370,7 @@ class Split:
     bytes: int = 0  # of text
     tokens: int = 0
     shards: list[dict] = field(default_factory=list)  # the finished ones
+    crc32: int = 0  # of the tokens of the growing one
 
     def account(self) -> dict:
         """What the manifest says, once all of it is on the disk."""
@@ -318,12 +378,27 @@ class Split:
         if fill > 0:
             with open(path, "r+b") as f:
                 os.fsync(f.fileno())
-        return {k: getattr(self, k) for k in ("documents", "bytes", "tokens", "shards")}
+        return {name: getattr(self, name) for name in ACCOUNT[: 5 if fill else 4]}
 
     def growing(self) -> tuple[Path, int]:
-        """The shard that is not finished, and the tokens in it; below 0 behind a short last one."""
+        """The shard that is not finished, and the tokens in it."""
         path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
-        return path, self.tokens - len(self.shards) * self.shard_tokens
+        return path, self.tokens - sum(entry["tokens"] for entry in self.shards)
+
+    def check(self):
+        """ValueError if a finished shard is not what its entry says."""
+        for entry in self.shards:
+            try:
+                check_shard(self.folder, entry)
+            except (OSError, ValueError):
+                raise ValueError(f"{self.folder / entry['name']} is damaged") from None
+        self.check_growing()
+
+    def check_growing(self):
+        """ValueError if the growing shard does not hold what was written into it."""
+        path, fill = self.growing()
+        if fill and not (path.is_file() and crc32_of(path, fill) == self.crc32):
+            raise ValueError(f"{path} is damaged")
 
     def append(self, tokens: np.ndarray, documents: int, size: int) -> bool:
         """Write tokens behind those that count, over what a killed run may have left there. True
@@ -333,10 +408,11 @@ class Split:
         while len(tokens):
             path, fill = self.growing()
             part, tokens = np.split(tokens, [self.shard_tokens - fill])
-            with open(path, "r+b" if path.exists() else "wb") as f:
+            mode = "r+b" if path.exists() else "wb"
+            with open(path, mode, opener=own_file) as f:
                 f.seek(HEADER_BYTES + fill * TOKEN.itemsize)
                 f.write(part.data)
-            self.tokens += len(part)
+            self.tokens, self.crc32 = self.tokens + len(part), zlib.crc32(part.data, self.crc32)
             if fill + len(part) == self.shard_tokens:
                 self.finish()
         return len(self.shards) > num_finished
@@ -344,26 +420,60 @@ class Split:
     def finish(self):
         """Give the growing shard, if it holds anything, its header and its entry."""
         path, fill = self.growing()
-        if fill > 0:
+        if fill:
+            self.check_growing()
             with open(path, "r+b") as f:
                 f.write(dataloader.shard_header(fill))
                 f.truncate(HEADER_BYTES + fill * TOKEN.itemsize)
                 os.fsync(f.fileno())
             self.shards.append(describe(open_shard(path)))
-        else:  # give_end gave all of it
-            path.unlink(missing_ok=True)
+            self.crc32 = 0
+        self.growing()[0].unlink(missing_ok=True)  # give_end gave it
 
     def give_end(self, other: "Split", lengths: np.ndarray):
-        """Hand the growing shard over to other, or if it is the only one, the last tenth of it."""
+        """Hand the growing shard over to other; if it is the only one, or less than a tenth of one,
+        with the last tenth of the shard before it."""
+        self.check_growing()
+        tenth = self.shard_tokens // 10
+        ends = [self.cut(0 if self.shards else self.tokens - self.tokens // 10)]
+        if self.shards and len(ends[0]) < tenth:
+            self.shards.pop()
+            ends.insert(0, self.cut(self.shard_tokens - tenth))
+        for tokens in ends:
+            documents, size = int((lengths[tokens] == 0).sum()), int(lengths[tokens].sum())
+            self.documents, self.bytes = self.documents - documents, self.bytes - size
+            other.append(tokens, documents, size)
+
+    def cut(self, keep: int) -> np.ndarray:
+        """The tokens of the growing shard behind the first keep, which count no longer."""
         path, fill = self.growing()
-        keep = 0 if self.shards else fill - fill // 10
-        with open(path, "rb") as f:
-            f.seek(HEADER_BYTES + keep * TOKEN.itemsize)
-            tokens = np.frombuffer(f.read((fill - keep) * TOKEN.itemsize), TOKEN)
-        documents, size = int((lengths[tokens] == 0).sum()), int(lengths[tokens].sum())
-        self.documents, self.bytes = self.documents - documents, self.bytes - size
-        self.tokens -= len(tokens)
-        other.append(tokens, documents, size)
+        if not fill:
+            return np.empty(0, TOKEN)
+        tokens = Shard(path, HEADER_BYTES, fill).read(keep, fill - keep)
+        self.tokens, self.crc32 = self.tokens - len(tokens), crc32_of(path, keep)
+        return tokens
+
+
+def kept(folder: Path, shard_tokens: int) -> tuple[Split, Split, list[int]]:
+    """What folder has of each split, and of how much of the input; ValueError if it is damaged."""
+    manifest, splits = read_manifest(folder), []
+    for name in ("train", "val"):
+        account = {key: value for key, value in manifest[name].items() if key in ACCOUNT}
+        splits.append(Split(folder, name, shard_tokens, **account))
+        splits[-1].check()
+    return *splits, manifest.get("input", [0, 0])
+
+
+def go_on(folder: Path, shard_tokens: int) -> tuple[Split, Split, list[int]]:
+    """As kept; if any of it is damaged, or an older version's, all is made again."""
+    try:
+        return kept(folder, shard_tokens)
+    except ValueError as error:
+        complain(f"{error}; begins again")
+    for path in folder.iterdir():
+        if path.name != "lock":
+            path.unlink()
+    return kept(folder, shard_tokens)
 
 
 def skip_done(todo: Iterator[Batch], done: int, crc32: int, folder: Path, bar: tqdm):
@@ -387,14 +497,13 @@ def show(bar: tqdm, size: int, train: Split, val: Split):
 def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> Counter:
     """Write into folder what is not there yet of the files' shards, and the manifest, whose input
     says how much of the text they hold. Returns how many documents were skipped, by reason."""
-    tokenizer, skipped, kept = TOKENIZERS[args.tokenizer](), Counter(), read_manifest(folder)
-    train, val = (Split(folder, s, args.shard_tokens, **kept[s]) for s in ("train", "val"))
-    done, crc32 = kept.get("input", (0, 0))
+    tokenizer, skipped = TOKENIZERS[args.tokenizer](), Counter()
+    train, val, (done, crc32) = go_on(folder, args.shard_tokens)
 
     def save():
         account = {"train": train.account(), "val": val.account(), "input": (done, crc32)}
         about = {"name": tokenizer.name, "sha256": tokenizer.sha256}
-        save_manifest(folder, tokenizer=about, **account)
+        save_manifest(folder, {"tokenizer": about, **account})
 
     todo = batches(documents(files, args.text_field, skipped), args, skipped)
     skip_done(todo, done, crc32, folder, bar)
@@ -404,9 +513,9 @@ def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> 
         if split.append(tokens, sum(begins for begins, _ in batch.parts), batch.size):
             save()
         show(bar, batch.size, train, val)
-    if not val.tokens and train.growing()[1] > 0:
+    if not val.tokens and train.tokens:
         train.give_end(val, tokenizer.lengths)
-    if not (train.tokens and val.tokens):
+    if min(train.tokens, val.tokens) < 2:  # an input and its target
         why = f"{train.tokens} tokens for training and {val.tokens} for validation"
         why += "".join(f", {count:,} skipped: {cause}" for cause, count in skipped.most_common(1))
         raise ValueError(f"the input has {why}: name more with --input, or a higher --val-fraction")
@@ -417,86 +526,14 @@ def write_folder(folder: Path, files: list[str], args: Namespace, bar: tqdm) -> 
     return skipped
 
 
-# --------------------------------------------------------------------------------------------------
-# Multiple-choice questions
-
-
-def layout(record: dict) -> tuple[str, list[str], object, list[tuple]]:
-    """Context, choices, answer, and what the answer may be for each choice, of a record as those of
-    HellaSwag, of Hugging Face's ARC, or of question, choices and answer: an index, a letter or the
-    text. The words around a question are lm-evaluation-harness's for ARC."""
-    if "ctx" in record:
-        names = [(i, str(i)) for i in range(len(record["endings"]))]
-        return record["ctx"], record["endings"], record.get("label"), names
-    context, choices = "Question: " + record["question"] + "\nAnswer:", record["choices"]
-    if isinstance(choices, dict):
-        names = [(label,) for label in choices["label"]]
-        return context, choices["text"], record.get("answerKey"), names
-    names = [(i, text, chr(ord("A") + i)) for i, text in enumerate(choices)]
-    return context, choices, record.get("answer"), names
-
-
-def as_example(record: dict, tokenizer: Tokenizer) -> Example:
-    """A record in tokens: of its context, and of a space and each choice, as in llm.c."""
-    context, choices, answer, names = layout(record)
-    if answer in (None, ""):
-        raise ValueError("has no label (as HellaSwag's test split: use its validation split)")
-    texts = [context, *choices]
-    if not isinstance(choices, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("has a context or a choice that is empty or no text")
-    named = [i for i, own in enumerate(names) if answer in own and not isinstance(answer, bool)]
-    if len(named) != 1 or len(names) != len(choices) or len(choices) < 2:
-        why = f"has label {answer!r}, which names {len(named)} of {len(choices)} choices"
-        raise ValueError(f"{why} and not 1 of 2 or more")
-    texts[1:] = [f" {text}" for text in choices]
-    tokens = [tokenizer.encode(utf8(text)).astype(TOKEN) for text in texts]
-    return Example(tokens[0], tokens[1:], named[0])
-
-
-def example_words(example: Example, index: int) -> np.ndarray:
-    """An example as it is in a file, uint16; ValueError if there is no room for it."""
-    texts = (example.context, *example.choices)
-    size = 2 * (5 + len(texts) + sum(map(len, texts)))
-    if size > 65535:
-        raise ValueError(f"takes {size:,} bytes, more than the 65,535 of the format")
-    if index >= 65535:
-        raise ValueError("is example 65,536, more than the 65,535 of the format")
-    head = [dataloader.START, size, index, example.label, len(example.choices)]
-    return np.hstack([head, *(part for text in texts for part in (len(text), text))]).astype(TOKEN)
-
-
-def lines_in(files: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Each line that is not empty, and where it is."""
-    for file in files:
-        with open(file, "rb") as f:
-            yield from ((f"{file}, line {n}", line) for n, line in enumerate(f, 1) if line.strip())
-
-
-def write_examples(path: Path, rows: list[np.ndarray]):
-    header = [dataloader.EVAL_MAGIC, dataloader.VERSION, len(rows), 2 * max(map(len, rows))]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with dataloader.whole_file(path) as f:
-        f.write(np.array(header, "<i4").tobytes().ljust(HEADER_BYTES, b"\0"))
-        f.write(np.concatenate(rows).tobytes())
-
-
 def prepare_questions(args: Namespace):
     """Write the questions of all files into one in args.data_dir, under the first one's name. llm.c
     reads it if each has 4 choices, train_gpt2.py any number from 2."""
     path = args.data_dir / f"{Path(args.multiple_choice[0]).stem}.bin"
-    if path.exists():
-        raise FileExistsError(f"{path} exists; move it away, or name another --data-dir")
-    tokenizer, examples, rows = TOKENIZERS[args.tokenizer](), [], []
-    for where, line in lines_in(args.multiple_choice):
-        try:
-            examples.append(as_example(json.loads(line), tokenizer))
-            rows.append(example_words(examples[-1], len(rows)))
-        except (LookupError, RecursionError, TypeError, ValueError) as error:
-            foreign = f"is not laid out as HellaSwag, ARC or question, choices, answer: {error!r}"
-            why = error if isinstance(error, ValueError) else foreign
-            raise ValueError(f"{where}: {why}; correct the line or leave it out") from None
-    if not rows:
-        raise ValueError(f"no questions in {' '.join(args.multiple_choice)}; name another file")
+    check_absent(path)
+    tokenizer = TOKENIZERS[args.tokenizer]()
+    encode = lambda text: tokenizer.encode(utf8(text)).astype(TOKEN)  # noqa: E731
+    examples, rows = examples_of(args.multiple_choice, encode)
     write_examples(path, rows)
     tokens = sum(len(text) for e in examples for text in (e.context, *e.choices))
     longest = max(len(e.context) + max(map(len, e.choices)) for e in examples)
@@ -557,7 +594,8 @@ def prepare(args: Namespace):
     folder = args.data_dir.with_name(f"{args.data_dir.name}.unfinished")
     files = [f for f in files if folder.absolute() not in Path(f).absolute().parents]
     size, _ = sample(files, args.text_field)
-    with dataloader.locked(folder), tqdm(total=size, **BAR) as bar:
+    check_own(folder)
+    with locked(folder), tqdm(total=size, **BAR) as bar:
         try:
             if args.data_dir.exists():
                 raise FileExistsError(f"--data-dir {args.data_dir} exists; name another")
@@ -570,15 +608,23 @@ def prepare(args: Namespace):
     report(args.data_dir, skipped)
 
 
+def check_own(folder: Path):
+    """FileExistsError if folder holds what this program did not write: it is not to be lost."""
+    own = re.compile(r"lock|manifest\.json(\.tmp)?|(train|val)_\d{6,}\.bin")
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        if not own.fullmatch(name):
+            raise FileExistsError(f"{folder / name} is in the way: move it, or name another folder")
+
+
 def report(folder: Path, skipped: Counter):
     for name in ("train", "val"):
         account = read_manifest(folder)[name]
         num_shards, text = len(account.pop("shards")), account.get("bytes", 0)
         counts = ", ".join(f"{value:,} {key}" for key, value in account.items())
-        ratio = f" ({text / account['tokens']:.2f} bytes per token)" if text else ""
+        ratio = f" ({text / account['tokens']:.2f} bytes per token)" if text and num_shards else ""
         print(f"{name}: {counts}{ratio}, {num_shards} shards")
     for why, count in skipped.items():
-        print(f"skipped: {count:,} documents, {why}")
+        print(f"skipped: {count:,} documents, {shown(why)}")
     print(f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}")
 
 
@@ -590,13 +636,11 @@ def verify(args: Namespace):
         raise ValueError(f"{args.data_dir / MANIFEST} is missing: name a folder prepared here")
     for entry in entries:
         verdict = "good"
-        try:  # the CRCs are checked by reading
-            found = describe(dataloader.open_entry(args.data_dir, entry))
-            if wrong := [f"{k} is {v}, not {entry[k]}" for k, v in found.items() if v != entry[k]]:
-                raise ValueError(", ".join(wrong))
+        try:
+            check_shard(args.data_dir, entry)
         except (OSError, ValueError, LookupError) as error:
             num_damaged, verdict = num_damaged + 1, error
-        print(f"{entry['name']}: {verdict}")
+        print(f"{entry['name']}: {shown(verdict)}")
     if num_damaged:
         which = f"{num_damaged} of the {len(entries)} shards that {args.data_dir / MANIFEST} names"
         raise ValueError(f"{which} are damaged: move them away, and prepare or download them again")
@@ -626,7 +670,8 @@ def fetch_rest(url: str, path: Path) -> Path:
             old.unlink()
         if answer.status_code in (206, 416) and not goes_on:
             raise requests.ConnectionError("the server has another version than before")
-        with open(part, "ab") as f, tqdm(desc=path.name, initial=f.tell(), **BAR) as bar:
+        file = open(part, "ab", opener=own_file)
+        with file as f, tqdm(desc=path.name, initial=f.tell(), **BAR) as bar:
             bar.total = f.tell() + int(answer.headers.get("Content-Length", 0))
             for block in answer.iter_content(1 << 16):
                 bar.update(f.write(block))
@@ -667,25 +712,35 @@ def download(args: Namespace):
     address = address.rstrip("/")
     names = [("val", f"{stem}_val_000000.bin")]
     names += [("train", f"{stem}_train_{n:06d}.bin") for n in range(1, args.shards + 1)]
-    with dataloader.locked(args.data_dir):
+    with locked(args.data_dir):
         manifest, tokenizer = read_manifest(args.data_dir), {"name": "gpt2"}
         if manifest.setdefault("tokenizer", tokenizer) != tokenizer:
             raise FileExistsError(f"--data-dir {args.data_dir} holds prepared text; name another")
         for split, name in names:
             path, shards = args.data_dir / name, manifest[split]["shards"]
-            [known] = [shard for shard in shards if shard["name"] == name] or [{}]
+            known = next((shard for shard in shards if shard["name"] == name), {})
             if not path.exists():
                 fetch(f"{address}/{name}", path, known.get("sha256"))
             if not known:
                 shards.append(describe(open_shard(path)) | {"sha256": sha256_of(path)})
                 manifest[split]["tokens"] = sum(shard["tokens"] for shard in shards)
-                save_manifest(args.data_dir, **manifest)
+                save_manifest(args.data_dir, manifest)
     report(args.data_dir, Counter())
 
 
-def parse_args(argv: list[str] | None) -> Namespace:
-    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.description = __doc__.splitlines()[0]
+class OneLineParser(ArgumentParser):
+    """Reports a mistake as every other one of this program is: ValueError, one line, the cure."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message}; see --help")
+
+
+def parse_args(argv: list[str]) -> Namespace:
+    for flag in argv:
+        if re.fullmatch("--[a-z-]+=--", flag):  # which argparse takes for no value
+            raise ValueError(f"{flag} has no value; see --help")
+    parser = OneLineParser(formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.description = (__doc__ or "").partition("\n")[0]
     add, source = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     source("--input", nargs="+", help="files, folders, 'patterns'; none: Python's standard library")
     source("--download", choices=list(CORPORA), help="fetch tokens that others published instead")
@@ -720,17 +775,29 @@ def check(args: Namespace, parser: ArgumentParser):
             parser.error(f"--{name} {value} must be {least:,} to {most:,}")
 
 
+def shown(text) -> str:
+    """Text on one line, what a terminal can't show escaped."""
+    words = " ".join(str(text)[:1000].split())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
+
+
+def complain(why: str):
+    print("prepare_data.py:", shown(why), file=sys.stderr)
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+    if hasattr(sys.stdout, "reconfigure"):  # a folder's name may be what a terminal can't show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
         run = verify if args.verify else download if args.download else prepare
         (prepare_questions if args.multiple_choice else run)(args)
     except KeyboardInterrupt:
-        print("prepare_data.py: stopped; the same command goes on", file=sys.stderr)
+        complain("stopped; the same command goes on")
         return 130
     except (OSError, ValueError, LookupError, ImportError, BrokenExecutor) as error:
-        print(f"prepare_data.py: error: {error}", file=sys.stderr)
-        return 2
+        complain(f"error: {error}")
+        return 6 if getattr(error, "errno", None) in DISK_ERRORS else 2
     return 0
 
 

@@ -8,68 +8,80 @@ python train_gpt2.py --resume --sample-only --prompt "def "      # or --eval-onl
 python train_gpt2.py --help
 """
 
-import argparse
-import codecs
-import ctypes
-import difflib
-import errno
-import gc
-import hashlib
-import json
-import math
 import os
-import platform
+
+__launcher__ = os.getppid()  # before torch is imported, which takes longer than torchrun may live
+
+import hashlib
+import math
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-import zipfile
-from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dataloader import (
     VOCAB_SIZES,
-    Example,
     ShardLoader,
     TokenFolder,
-    locked,
     missing_vocab,
     open_folder,
-    read_examples,
-    vocab_files,
-    whole_file,
 )
-from model import GPT, SHAPES, GPTConfig, Source, hf_config, hf_weights, read_source
+from model import GPT, SHAPES, GPTConfig
+from support.checkpoint import checkpoints, is_good, newest_checkpoint, save_checkpoint
+from support.device import (
+    bf16_kinds,
+    environment,
+    free_memory,
+    largest_that_fits,
+    matmul_tflops,
+    peak_memory_mib,
+    set_allocator,
+    why_not_compile,
+)
+from support.files import DISK_ERRORS, locked
+from support.flags import check_limits, check_types, flag, make_parser, parse, spell
+from support.guard import Signals, Watchdog, explained, fail, stop_signals
+from support.log import (
+    draw_loss,
+    in_words,
+    logged,
+    make_log,
+    noted,
+    profiled,
+    read_log,
+    show,
+    spike,
+    tensorboard,
+)
+from support.questions import Example, choice_losses, open_examples, right_answers
+from support.ranks import (
+    SharedAdamW,
+    World,
+    agreed,
+    check_replicas,
+    find_world,
+    gradient_sync,
+    process_group,
+)
+from support.text import bytes_per_token, codec, stream
+from support.weights import Source, export, from_run, read_source
 
 # --------------------------------------------------------------------------------------------------
 # Flags: each is declared once, here, with its type, default, unit and help
-
-
-def flag(
-    default, help: str, least: float = -math.inf, most: float = sys.float_info.max, choices=None
-):
-    limits = {"least": least, "most": most, "choices": choices}
-    return field(default=default, metadata={"help": help} | limits)
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,8 @@ class TrainConfig:
     init_from: str = flag("", "begin with the weights in this folder of Hugging Face's format, or"
                           " checkpoint of nanoGPT, build-nanogpt or here, or of this name on the"
                           " Hugging Face hub")  # fmt: skip
-    seed: int = flag(1337, "seed of the initial weights, of the data's order and of samples", 0)
+    seed: int = flag(1337, "seed of the initial weights, of the data's order and of samples", 0,
+                     2**64 - 1)  # fmt: skip
     shuffle: bool = flag(True, "a new order of the sequences in each epoch, not the disk's")
 
     n_layer: int = flag(12, "transformer blocks", 1)
@@ -102,7 +115,7 @@ class TrainConfig:
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: no limit", 0)
 
     eval_every: int = flag(250, "steps between validations; 0: only at both ends", 0)
-    eval_tokens: int = flag(10_485_760, "validation tokens, at most all there are", 1)
+    eval_tokens: int = flag(10_485_760, "validation tokens, at most all there are", 1, 2**63 - 1)
     save_every: int = flag(250, "steps between checkpoints; 0: only at the end", 0)
     keep: int = flag(2, "good checkpoints to keep, and the one with the best validation", 2)
     check_every: int = flag(100, "steps between checks that all ranks hold the same weights", 1)
@@ -142,12 +155,9 @@ class TrainConfig:
     )
 
     def __post_init__(self):
-        for f in fields(self):
-            value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
-            if isinstance(value, int | float) and not least <= value <= most:
-                limit = f" and at most {most}" if most < sys.float_info.max else ""
-                why = f"must be a number of at least {least}{limit}"
-                raise ValueError(f"{spell(f.name)} {value} {why}")
+        check_limits(self)
+        if self.prompt.encode(errors="replace").decode() != self.prompt:
+            raise ValueError(f"--prompt {self.prompt!r:.80} is not UTF-8: write it as UTF-8")
         if 0 < self.warmup_steps >= self.steps:
             more = f"--warmup-steps {self.warmup_steps} must be less than --steps {self.steps}"
             raise ValueError(f"{more}: try --warmup-steps {self.steps // 5}")
@@ -192,9 +202,6 @@ class TrainConfig:
 
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
 NETWORK_FLAGS = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
-HF_TOKENIZER = {  # of GPT-2, as tokenizer_config.json says it
-    "tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024,
-} | dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")  # fmt: skip
 # What a resumed run may not change, what it may without a word, and what makes it differ in the
 # last bits; it may change all other flags and is told which
 FIXED = ("model", "seed", "shuffle", *SHAPE_FLAGS)
@@ -214,33 +221,9 @@ RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; n
 }
 
 
-def spell(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def recipe(model: str) -> dict:
     """The flags that a model sets."""
     return {name: getattr(SHAPES[model], name) for name in SHAPE_FLAGS} | RECIPES[model]
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake as every other one of this program is: ValueError, one line, the cure."""
-
-    def error(self, message: str):
-        unknown = re.search(r"unrecognized arguments: (--\S+)", message)
-        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
-        raise ValueError(f"{message}; {hint}")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    for f in fields(TrainConfig):
-        kind = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
-        kind |= {"choices": list(f.metadata["choices"])} if f.metadata["choices"] else {}
-        text = f"{f.metadata['help']} (default: {default_text(f.name, f.default)})"
-        parser.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **kind)
-    return parser
 
 
 def default_text(name: str, default) -> str:
@@ -251,19 +234,15 @@ def default_text(name: str, default) -> str:
 
 
 def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]]:
-    """The run that a command line asks for, and the names of the flags that it gives. Takes
-    nanoGPT's spelling too: --batch_tokens=4096 --compile=False."""
-    plain = [re.sub(r"^--[\w-]+", lambda m: m[0].replace("_", "-"), arg) for arg in argv]
-    plain = [re.sub(r"^--([\w-]+)=False$", r"--no-\1", arg) for arg in plain]
-    given = vars(
-        make_parser().parse_args([re.sub(r"^(--[^=]+)=True$", r"\1", arg) for arg in plain])
-    )
+    """The run that a command line asks for, and the names of the flags that it gives."""
+    description = (__doc__ or "").partition("\n")[0]
+    given = parse(make_parser(TrainConfig, description, default_text), argv)
     for name in ("data_dir", "out_dir", "init_from", "hellaswag", "export"):
         if given.get(name) == "":
             raise ValueError(f"{spell(name)} is empty: name one, or leave it out")
     if given.get("init_from") and given.get("resume") and given.get("out_dir"):
-        own = newest_checkpoint(Path(given["out_dir"]))  # a run that has begun needs no other
-        given["init_from"] = str(own or given["init_from"])
+        own = next(filter(is_good, checkpoints(Path(given["out_dir"]))), None)
+        given["init_from"] = str(own or given["init_from"])  # one that has begun needs no other
     source = find_source(given["init_from"]) if given.get("init_from") else None
     model = given.get("model", "gpt2" if device_type == "cuda" or source else "nano")
     values = {"model": model} | recipe(model)
@@ -304,37 +283,22 @@ def shape_of(source: Source, given: dict) -> dict:
 @lru_cache
 def find_source(name: str) -> Source:
     """The weights of --init-from; a name that is neither folder nor file is one on the hub."""
-    path = Path(name)
-    if path.is_dir() and (newest := newest_checkpoint(path)):
-        path = newest
     if name in ("resume", "scratch"):
         raise ValueError(f"--init-from {name}: write --resume to go on, or neither to start")
-    if not path.exists():
-        path = downloaded(name)
     try:
-        if zipfile.is_zipfile(path):  # as torch.save writes it
-            check_archive(path)
-        return read_source(path.parent if path.suffix == ".safetensors" else path)
+        is_main = os.environ.get("RANK", "0") == "0"
+        source = read_source(name, partial(fail, 7, is_main=is_main))
+        return replace(source, flags=known_flags(source.flags))
     except ValueError as error:
         raise ValueError(f"--init-from {name}: {error}") from None
 
 
-def downloaded(name: str) -> Path:
-    """The folder of a model on the Hugging Face hub; ValueError with the cure if there is none."""
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
-
-        wanted = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except ImportError:
-        why = "no such folder; to download it: pip install huggingface_hub"
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        why = (
-            f"no such folder, and it can't be downloaded ({str(error).partition(chr(10))[0]:.200})"
-        )
-    cure = f"hf download {name} --local-dir {name.replace('/', '-')}, where there is a network"
-    raise ValueError(f"--init-from {name}: {why}; or {cure}")
+def known_flags(found: dict) -> dict:
+    """What another run's flags say of those that this program has; ValueError if no run of this
+    program can have them."""
+    known = check_types(TrainConfig, found)
+    TrainConfig(**{"warmup_steps": 0} | known)  # raises if they do not fit together
+    return known
 
 
 def why_off(config: TrainConfig, given: set[str], device: torch.device) -> dict[str, str]:
@@ -362,182 +326,6 @@ def why_off(config: TrainConfig, given: set[str], device: torch.device) -> dict[
     return {name: text for name, text in why.items() if name not in given}
 
 
-def bf16_kinds(device: torch.device, cpuinfo: Path) -> set[str]:
-    """How a CPU multiplies bfloat16 itself, as Linux names it (avx512_bf16, amx_bf16, or bf16 of an
-    Arm): a step of GPT-2 124M is 1.8 times as fast, with AMX one of nano 1.6 times."""
-    has_any = device.type == "cpu" and cpuinfo.exists()
-    return set(re.findall(r"\w*bf16\b", cpuinfo.read_text())) if has_any else set()
-
-
-def why_not_compile(device: torch.device) -> str:
-    """Nothing where torch.compile works, tried on a small piece; else the cause and the cure."""
-    x = torch.randn(8, 8, device=device, requires_grad=True)
-    try:
-        torch.compile(lambda x: nn.functional.gelu(x).sum(), dynamic=False)(x).backward()
-    except Exception as error:  # Dynamo, Inductor, Triton or a C++ compiler, each in its own way
-        cure = "triton (triton-windows)" if device.type == "cuda" else "a C++ compiler (g++)"
-        return f"fails here ({type(error).__name__}: {error!s:.200}): install {cure}"
-    return ""
-
-
-# --------------------------------------------------------------------------------------------------
-# Ranks: the only lines of this file that know how many processes there are
-
-
-@dataclass(frozen=True)
-class World:
-    """The processes of this run, as torchrun started them; without torchrun, one."""
-
-    rank: int
-    size: int
-    device: torch.device
-    note: Callable[[str], None] = lambda phase: None  # tells the watchdog what happens now
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def sum(self, values: list[Tensor]) -> Tensor:
-        """Each value added up over the ranks, in one all-reduce: (len(values),), float32."""
-        packed = torch.stack([value.float() for value in values])
-        if self.size > 1:
-            dist.all_reduce(packed)
-        return packed
-
-    def gather(self, value) -> list:
-        """The value of each rank, on all of them."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-    def agree(self, facts: dict):
-        """ValueError, on every rank, if one of them has other facts than the main one."""
-        first, *others = self.gather(facts)
-        for rank, theirs in enumerate(others, 1):
-            for name, value in first.items():
-                if theirs[name] != value:
-                    why = f"{name} is {theirs[name]} on rank {rank} and {value} on rank 0"
-                    error = ValueError(f"{why}: start all ranks with the same")
-                    error.is_agreed = True
-                    raise error
-
-    def from_main(self, function: Callable):
-        """What function returns on the main rank, or the user's mistake that it raises there, on
-        every rank."""
-        result = [None]
-        if self.is_main:
-            try:
-                result = [function()]
-            except (OSError, ValueError) as error:
-                result = [error]
-        if self.size > 1:
-            dist.broadcast_object_list(result, src=0)
-        if isinstance(result[0], Exception):
-            result[0].is_agreed = True  # every rank raises it, one reports it
-            raise result[0]
-        return result[0]
-
-
-def find_world(env: dict[str, str], num_gpus: int) -> World:
-    """This process's place among the ranks, and its device; ValueError if the two do not fit."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    missing = [name for name in names if name not in env]
-    if 0 < len(missing) < len(names):
-        raise ValueError(f"{', '.join(missing)} not set, others of torchrun's are: set all or none")
-    rank, local_rank, size = (int(env.get(*pair)) for pair in zip(names, (0, 0, 1), strict=True))
-    if not 0 <= rank < size:
-        raise ValueError(f"RANK {rank} must be less than WORLD_SIZE {size}: use torchrun")
-    if not num_gpus:
-        mps = torch.backends.mps.is_available() and size == 1
-        return World(rank, size, torch.device("mps" if mps else "cpu"))
-    local_size = int(env.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    if local_size > num_gpus:
-        seen = f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '(not set)')}"
-        raise ValueError(
-            f"--nproc_per_node={local_size} is more than the {num_gpus} GPUs here ({seen}):"
-            f" try --nproc_per_node={num_gpus}"
-        )
-    return World(rank, size, torch.device("cuda", local_rank))
-
-
-def meet(backend: str):
-    """Connect the ranks; ValueError if they can't find each other. torchrun keeps its store when it
-    restarts them, and in it the addresses of those that died: hence the prefix."""
-    try:
-        store, rank, size = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    except (dist.DistError, ValueError) as error:
-        where = " ".join(f"{n}={os.environ.get(n)}" for n in ("MASTER_ADDR", "MASTER_PORT"))
-        raise ValueError(f"the ranks can't meet at {where}: {error!s:.200}") from error
-
-
-@contextmanager
-def process_group(world: World) -> Iterator[None]:
-    """Inside, the ranks can talk to each other."""
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
-    if world.size > 1:
-        meet("nccl" if world.device.type == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        gc.collect()  # a DDP that outlives the group makes the process abort when it ends
-        if world.size > 1:
-            dist.destroy_process_group()
-
-
-def gradient_sync(net: nn.Module, enabled: bool):
-    """Whether forward and backward passes inside average the gradients over the ranks."""
-    return nullcontext() if enabled or not isinstance(net, DDP) else net.no_sync()
-
-
-class SharedAdamW(torch.optim.AdamW):
-    """AdamW whose moments are dealt out to the ranks: each updates its own parameters, and gets the
-    others from theirs (ZeRO, stage 1: Rajbhandari et al. 2020). All ranks call state_dict, and the
-    main one gets what AdamW on one rank would give. torch's ZeroRedundancyOptimizer holds its part
-    twice after load_state_dict, and leaves the steps on the CPU, where the fused AdamW fails."""
-
-    def __init__(self, groups: list[dict], world: World, **options):
-        super().__init__(groups, **options)
-        self.world, self.params = world, [p for group in groups for p in group["params"]]
-        loads, self.owners, self.collected = [0] * world.size, {}, {}
-        for p in sorted(self.params, key=Tensor.numel, reverse=True):
-            self.owners[p] = loads.index(min(loads))
-            loads[self.owners[p]] += p.numel()
-
-    def step(self):
-        for p in self.params:
-            if self.owners[p] != self.world.rank:
-                p.grad = None
-        super().step()
-        works = [dist.broadcast(p.detach(), self.owners[p], async_op=True) for p in self.params]
-        for work in works:
-            work.wait()
-
-    def state_dict(self) -> dict:
-        found = super().state_dict()
-        if not self.state:  # on no rank: nothing was updated yet
-            return found
-        step = next(iter(self.state.values()))["step"]
-        for i, p in enumerate(self.params):
-            moments = {n: self.state.get(p, {}).get(n, torch.empty_like(p)) for n in MOMENTS}
-            for moment in moments.values():
-                dist.broadcast(moment, self.owners[p])
-            for name, value in {"step": step, **moments}.items() if self.world.is_main else ():
-                new = torch.empty_like(value, device="cpu")  # the same memory for each save
-                self.collected.setdefault(i, {}).setdefault(name, new).copy_(value)
-        return found | {"state": self.collected}
-
-    def load_state_dict(self, saved: dict):
-        own = [i for i, p in enumerate(self.params) if self.owners[p] == self.world.rank]
-        own = {i: saved["state"][i] for i in own if i in saved["state"]}
-        super().load_state_dict(saved | {"state": own})
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 # --------------------------------------------------------------------------------------------------
 # State: all that a run needs to go on from where it stopped
 
@@ -550,6 +338,7 @@ class TrainState:
     scaler: torch.amp.GradScaler  # of --fp16; else it does nothing
     step: int = 0
     skipped: list[str] = field(default_factory=list)  # steps that were not applied, and why
+    val_losses: dict[int, float] = field(default_factory=dict)  # by step: which checkpoint is best
 
     def state_dict(self) -> dict:
         return {
@@ -559,12 +348,14 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "position": self.loader.position,
             "skipped": list(self.skipped),
+            "val_losses": dict(self.val_losses),
         }
 
     def load_state_dict(self, saved: dict):
         """Go on from saved. Learning rate, betas and decay stay the command line's: PyTorch's own
         load would bring back the old ones."""
         self.step, self.skipped = saved["step"], list(saved["skipped"])
+        self.val_losses = dict(saved["val_losses"])
         self.model.load_state_dict(saved["model"])
         groups = torch.optim.AdamW.state_dict(self.optimizer)["param_groups"]
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
@@ -573,115 +364,10 @@ class TrainState:
         self.loader.position = saved["position"]
 
 
-PARTS = ("step", "model", "optimizer", "position", "skipped", "identity", "config", "environment")
-
-
-def checkpoints(out_dir: Path) -> list[Path]:
-    """The checkpoints of a run, newest first."""
-    paths = [path for path in out_dir.glob("checkpoint_*.pt") if path.stem[11:].isdigit()]
-    return sorted(filter(Path.is_file, paths), key=lambda path: int(path.stem[11:]), reverse=True)
-
-
-def save_checkpoint(out_dir: Path, saved: dict, keep: int) -> Path:
-    """Write saved and read it again, then remove older checkpoints: never one of the newest keep
-    good ones, nor the one with the best validation. OSError if it can't be written."""
-    path = out_dir / f"checkpoint_{saved['step']:06d}.pt"
-    try:
-        with whole_file(path) as f:
-            write_archive(saved, f)
-            check_archive(Path(f.name))
-    except (OSError, ValueError) as error:
-        free = f"{shutil.disk_usage(out_dir).free / 1e9:.1f} GB are free"
-        raise OSError(f"{path} can't be written: {error}; {free}") from None
-    rotate(out_dir, path, keep)
-    return path
-
-
-def rotate(out_dir: Path, path: Path, keep: int):
-    """Remove the checkpoints before path but for the newest keep good ones, itself counted, and the
-    best."""
-    paths, num_good = checkpoints(out_dir), 1
-    older = paths[paths.index(path) + 1 :]  # a later one is damaged, or it would be newest
-    while older and num_good < keep:
-        num_good += is_good(older.pop(0))
-    with suppress(OSError):  # the new one is safe, whatever becomes of an old one
-        for old in {*older} - {best_checkpoint(out_dir)}:
-            old.unlink()
-
-
-def write_archive(saved: dict, file: IO):
-    try:
-        torch.save(saved, file)
-    except RuntimeError as error:  # tells only a position; what Python raised stands behind it
-        raise (error.__context__ or OSError(str(error))) from None
-    file.flush()
-
-
-def best_checkpoint(out_dir: Path) -> Path | None:
-    """The one of those that were validated whose loss was the least."""
-    found = {r["step"]: r["val_loss"] for r in read_log(out_dir) if "val_loss" in r}
-    losses = {path: found.get(int(path.stem[11:]), math.nan) for path in checkpoints(out_dir)}
-    finite = {path: loss for path, loss in losses.items() if math.isfinite(loss)}
-    return min(finite, key=finite.get, default=None)
-
-
-def check_archive(path: Path):
-    """ValueError unless path is a whole archive of plain parts: torch.load would load a flipped bit
-    as if nothing were wrong, and unpack a small part to any size."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-                raise ValueError("it is compressed, so not written by torch.save")
-            if bad := archive.testzip():
-                raise ValueError(f"the CRC-32 of its {bad} is wrong")
-    except zipfile.BadZipFile as error:
-        raise ValueError(str(error)) from None
-
-
-def is_good(path: Path) -> bool:
-    try:
-        check_archive(path)
-    except Exception:  # as in read_checkpoint
-        return False
-    return True
-
-
-def read_checkpoint(path: Path) -> dict:
-    """What save_checkpoint wrote; ValueError if it is damaged or holds numbers that are not
-    finite."""
-    try:
-        check_archive(path)
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        if missing := {*PARTS} - saved.keys():
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}: another program wrote it")
-        moments = [tensor for entry in saved["optimizer"].values() for tensor in entry.values()]
-        if not all(tensor.isfinite().all() for tensor in [*saved["model"].values(), *moments]):
-            raise ValueError("it holds numbers that are not finite")
-        if saved["step"] != int(path.stem[11:]):
-            raise ValueError(f"it is of step {saved['step']}")
-        return saved
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged bytes make any reader fail in any way
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} is damaged: {why}") from error
-
-
-def newest_checkpoint(out_dir: Path) -> Path | None:
-    """The newest checkpoint that is good, if there is one. Each damaged one is named."""
-    for path in checkpoints(out_dir):
-        try:
-            read_checkpoint(path)
-            return path
-        except ValueError as error:
-            fail(7, f"{error}; trying the one before it", True)
-    return None
-
-
 def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
     """What must not change while a run goes on: its network, its data, their order."""
     order = {name: getattr(config, name) for name in FIXED if name not in SHAPE_FLAGS}
-    facts = {"data_dir": data.fingerprint(), "tokenizer": data.tokenizer}
+    facts = {"data_dir": data.fingerprint, "tokenizer": data.tokenizer}
     return order | facts | asdict(shape)
 
 
@@ -695,13 +381,6 @@ def check_identity(saved: dict, wanted: dict, out_dir: Path):
 
 # --------------------------------------------------------------------------------------------------
 # Optimization, and what is measured beside it
-
-
-class Codec(NamedTuple):
-    """Between text and ids."""
-
-    encode: Callable[[str], list[int]]
-    decode: Callable[[int], bytes]  # of one id
 
 
 def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim.AdamW:
@@ -750,21 +429,6 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
-def set_allocator(keep: bool):
-    """Let glibc keep large freed tensors for the next ones. It would return each to the system,
-    which then clears every page anew: a sixth of a CPU's step of GPT-2 124M. Not where memory is
-    short: what is kept has gaps."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, TypeError, AttributeError):
-        return  # another system's allocator
-    if keep:
-        mallopt(-4, 0)  # M_MMAP_MAX: no tensor gets a mapping of its own
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
-    else:
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, bytes: each larger tensor gets one
-
-
 def warm_up(net: nn.Module, config: TrainConfig, world: World, vocab_size: int):
     """Throw-away passes on made-up tokens. The first compiles, and finds out whether the memory
     suffices. The second lets DDP rearrange its buckets, which it does after the first backward pass
@@ -783,13 +447,6 @@ def made_up_pass(net: nn.Module, config: TrainConfig, world: World, vocab_size: 
     net.zero_grad(set_to_none=True)
 
 
-def free_memory():
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 def later_memory(model: GPT, config: TrainConfig, world: World) -> list[Tensor]:
     """As much memory as a step holds besides a pass: gradients, and AdamW's moments."""
     share = world.size if config.zero else 1
@@ -799,21 +456,18 @@ def later_memory(model: GPT, config: TrainConfig, world: World) -> list[Tensor]:
 
 
 def micro_batch_that_fits(model: GPT, config: TrainConfig, world: World) -> int:
-    """The largest power of two that divides a rank's part of a step and fits: on a GPU 64
-    sequences, halved until a pass of the plain model finds memory; elsewhere 4,096 tokens."""
+    """For a rank's part of a step: on a GPU at most 64 sequences, halved until a pass of the plain
+    model finds memory; elsewhere 4,096 tokens."""
     sequences = config.num_micro(world.size)  # of one rank, since micro_batch_size is 0
-    limit = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
-    B = math.gcd(sequences, 1 << (limit.bit_length() - 1))
     _held = later_memory(model, config, world)
-    while world.device.type == "cuda" and B > 1:
-        try:
-            made_up_pass(model, replace(config, micro_batch_size=B), world, model.config.vocab_size)
-            break
-        except torch.OutOfMemoryError:
-            B //= 2
-        finally:
-            free_memory()
-    return B
+
+    def try_pass(B: int):
+        if world.device.type == "cuda":
+            one = replace(config, micro_batch_size=B)
+            made_up_pass(model, one, world, model.config.vocab_size)
+
+    most = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
+    return largest_that_fits(sequences, most, try_pass)
 
 
 def train_step(
@@ -886,22 +540,6 @@ def leave_out(
     return why
 
 
-def check_replicas(model: GPT, step: int, world: World):
-    """ArithmeticError, on every rank, if one of them holds other weights than most, or weights that
-    are not finite."""
-    world.note(f"a comparison of the weights after step {step}")
-    weights = [p.detach() for p in model.parameters()]
-    bits = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights]).tolist()
-    all_finite = bool(torch.stack([p.isfinite().all() for p in weights]).all())
-    digests = world.gather((bits, all_finite))
-    most = max(digests, key=digests.count)
-    others = [str(rank) for rank, digest in enumerate(digests) if digest != most]
-    if others or not most[1]:
-        what = f"rank {', '.join(others)} holds other weights than the others"
-        why = what if others else "the weights are not finite"
-        raise ArithmeticError(f"after step {step} {why}: a fault of a machine; nothing was saved")
-
-
 @torch.no_grad()
 def evaluate(
     model: GPT, net: nn.Module, loader: ShardLoader, config: TrainConfig, world: World
@@ -909,66 +547,53 @@ def evaluate(
     """Mean loss in nats per token over the first eval_tokens of loader, whatever B and the ranks
     are: each rank takes every size-th sequence. What fills no micro-batch goes through model, since
     net is compiled for one shape."""
-    num_sequences = max(1, min(config.eval_tokens // loader.T, len(loader)))
+    num_sequences = eval_sequences(loader, config)
     mine = range(world.rank, num_sequences, world.size)
-    loss_sum = torch.zeros((), device=world.device)
-    net.train(not config.dropout)  # a change of mode would have net compiled anew
-    for start in range(0, len(mine), loader.B):
-        world.note("validation")
-        numbers = mine[start : start + loader.B]
-        x, y = (t.to(world.device) for t in loader.batch(numbers))
-        with autocast(config, world.device):
-            loss = (net if len(numbers) == loader.B else model)(x, y)
-        loss_sum += loss * len(numbers)
-    net.train()
-    return world.sum([loss_sum]).item() / num_sequences
+
+    def own_losses() -> Tensor:
+        loss_sum = torch.zeros((), device=world.device)
+        for start in range(0, len(mine), loader.B):
+            world.note("validation")
+            numbers = mine[start : start + loader.B]
+            x, y = (t.to(world.device) for t in loader.batch(numbers))
+            with autocast(config, world.device):
+                loss = (net if len(numbers) == loader.B else model)(x, y)
+            loss_sum += loss * len(numbers)
+        return loss_sum
+
+    with no_dropout(net, config):
+        return world.sum([world.together(own_losses)]).item() / num_sequences
 
 
-def choice_losses(
-    model: GPT, examples: list[Example], mine: range, config: TrainConfig, world: World
-) -> list[np.ndarray]:
-    """For each choice of examples mine the sum of the losses of its tokens, in nats. Choices of
-    about the same length share a pass, the longest first."""
-    rows = [(n, j, np.concatenate([examples[i].context, choice])) for n, i in enumerate(mine)
-            for j, choice in enumerate(examples[i].choices)]  # fmt: skip
-    rows.sort(key=lambda row: len(row[2]))
-    losses = [np.zeros(len(examples[i].choices)) for i in mine]
-    per_pass = 16384 if world.device.type == "cuda" else 2048  # tokens
-    model.train(not config.dropout)
-    while rows:
-        world.note("multiple choice")
-        count = max(1, per_pass // len(rows[-1][2]))
-        batch, rows = rows[-count:], rows[:-count]
-        tokens = [torch.from_numpy(row.astype(np.int64)).to(world.device) for _, _, row in batch]
-        counts = [len(examples[mine[n]].choices[j]) for n, j, _ in batch]
-        with autocast(config, world.device):
-            sums = model.answer_losses(list(zip(tokens, counts, strict=True))).tolist()
-        for (n, j, _), value in zip(batch, sums, strict=True):
-            losses[n][j] = value
-    model.train()
-    return losses
+def eval_sequences(loader: ShardLoader, config: TrainConfig) -> int:
+    return max(1, min(config.eval_tokens // loader.T, len(loader)))
+
+
+@contextmanager
+def no_dropout(net: nn.Module, config: TrainConfig) -> Iterator[None]:
+    """Inside, net leaves nothing out; a change of mode without need would have it compiled anew."""
+    net.train(not config.dropout)
+    try:
+        yield
+    finally:
+        net.train()
 
 
 def answer(
-    model: GPT, examples: list[Example], text: Codec | None, config: TrainConfig, world: World
+    model: GPT, examples: list[Example], tokenizer: str, config: TrainConfig, world: World
 ) -> dict[str, float]:
-    """The shares of the examples whose likeliest choice is the right one: by the sum of its tokens'
-    log-probabilities (acc), by their mean, as in llm.c (acc_norm), and by the sum over the number
-    of characters, as in the lm-evaluation-harness (acc_norm_chars, where there is a vocabulary).
-    Each rank takes its share of the examples."""
+    """The shares of right answers, in each of the three ways to count them. Each rank takes its
+    share of the examples."""
     mine = range(world.rank, len(examples), world.size)
-    sizes = {"acc": lambda choice: 1, "acc_norm": len}
-    if text:  # less the space before it
-        sizes["acc_norm_chars"] = lambda choice: max(
-            1, len(b"".join(map(text.decode, choice.tolist())).decode("utf-8", "replace")) - 1
-        )
-    right = dict.fromkeys(sizes, 0.0)
-    for i, losses in zip(mine, choice_losses(model, examples, mine, config, world), strict=True):
-        for name, size in sizes.items():
-            norms = [size(choice) for choice in examples[i].choices]
-            right[name] += int((losses / norms).argmin()) == examples[i].label
-    counts = [torch.tensor(count, device=world.device) for count in right.values()]
-    totals = world.sum(counts).tolist()
+
+    def own_answers() -> dict[str, int]:
+        text, cast = codec(tokenizer), partial(autocast, config, world.device)
+        losses = choice_losses(model, examples, mine, world.device, cast, world.note)
+        return right_answers([examples[i] for i in mine], losses, text and text.decode)
+
+    with no_dropout(model, config):
+        right = world.together(own_answers)
+    totals = world.sum([torch.tensor(n, device=world.device) for n in right.values()]).tolist()
     return {n: total / len(examples) for n, total in zip(right, totals, strict=True)}
 
 
@@ -1009,60 +634,7 @@ class Run:
 
 def due(step: int, every: int, last: int) -> bool:
     """Whether something done every so many steps, and after the last one, is to be done now."""
-    return step == last or (every > 0 and step % every == 0)
-
-
-def make_log(config: TrainConfig, is_main: bool) -> Callable:
-    """log(text, **record): a line on the terminal and the record in log.jsonl, by the main rank."""
-    path = Path(config.out_dir, "log.jsonl")
-    torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
-    file = open(path, "a", encoding="utf-8") if is_main else None
-    board = tensorboard()(config.out_dir) if config.tensorboard and is_main else None
-    if file and torn:
-        file.write("\n")
-
-    def log(text: str, **record):
-        if file:
-            show(text)
-            try:
-                file.write(json.dumps({"time": time.time()} | record) + "\n")
-                file.flush()
-            except OSError as error:
-                error.filename = str(path)  # Python names the file only when it is opened
-                raise
-        for name, value in record.items() if board and "step" in record else ():
-            if isinstance(value, float):
-                board.add_scalar(name, value, record["step"])
-        if board:
-            board.flush()
-
-    return log
-
-
-def tensorboard() -> type:
-    """What writes for TensorBoard into a folder; ValueError where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("--tensorboard needs a library: pip install tensorboard") from None
-    return SummaryWriter
-
-
-def show(text: str, end: str = "\n"):
-    """Print, as long as there is somebody to read it."""
-    try:
-        print(text, end=end, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def read_log(out_dir: Path) -> list[dict]:
-    """The records of a run; a line that a kill has torn is left out."""
-    path, records = out_dir / "log.jsonl", []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    return step >= last or (every > 0 and step % every == 0)
 
 
 def prepare_own_source(tokenizer: str) -> Path:
@@ -1075,9 +647,9 @@ def prepare_own_source(tokenizer: str) -> Path:
     return folder  # whoever wrote it: another run may have been faster
 
 
-def open_data(config: TrainConfig) -> tuple[TokenFolder, GPTConfig]:
-    """The data, and the network over its vocabulary; ValueError if an id is beyond it."""
-    source = find_source(config.init_from) if config.init_from else None
+def open_data(config: TrainConfig, source: Source | None) -> tuple[TokenFolder, GPTConfig]:
+    """The data, and the network over its vocabulary, or over that of the weights to begin with;
+    ValueError if an id is beyond it."""
     as_bytes = source.tokenizer == "bytes" if source else config.model == "nano" or missing_vocab()
     data = open_folder(Path(config.data_dir or prepare_own_source("bytes" if as_bytes else "gpt2")))
     for shards in (data.train, data.val):
@@ -1110,23 +682,11 @@ def check_ids(data: TokenFolder, vocab_size: int):
                 raise ValueError(f"{why}: prepare the data again with its --tokenizer")
 
 
-def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
-    """The questions of --hellaswag, where there are any; ValueError if they are in other tokens."""
-    examples = read_examples(Path(path)) if path else []
-    ids = [int(part.max()) for example in examples for part in (example.context, *example.choices)]
-    largest = max(ids, default=0)
-    if largest >= min(vocab_size, VOCAB_SIZES.get(tokenizer, vocab_size)) or (
-        examples and tokenizer == "gpt2" and largest < 256
-    ):
-        why = f"--hellaswag {path}: its largest token is {largest}, the data's are of {tokenizer}"
-        raise ValueError(f"{why}; write it again with --tokenizer {tokenizer}")
-    return examples
-
-
 def choose_out_dir(config: TrainConfig) -> Path:
     """The folder of the run, not made yet; ValueError if it holds a run that --resume must own."""
     if not config.out_dir:
-        used = [int(path.name) for path in Path("out").glob("[0-9]*") if path.name.isdigit()]
+        names = [path.name for path in Path("out").glob("[0-9]*")]
+        used = [int(name) for name in names if re.fullmatch("[0-9]{1,9}", name)]
         newest = max(used, default=0)
         return Path("out", f"{newest if newest and config.resume else newest + 1:03d}")
     path = Path(config.out_dir)
@@ -1137,96 +697,61 @@ def choose_out_dir(config: TrainConfig) -> Path:
     return path
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of square matrix products on this device, measured for a quarter of a second."""
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    (a @ a)[0, 0].item()
-    start = time.perf_counter()
-    for products in count(1):
-        (a @ a)[0, 0].item()  # waits for the device
-        if (seconds := time.perf_counter() - start) > 0.25:
-            return products * 2 * n**3 / seconds / 1e12
-
-
-def peak_memory_mib(device: torch.device) -> float | None:
-    """Of the device, or of this process where the device has no memory of its own."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac, else KiB
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-def environment(world: World) -> dict:
-    """What a result depends on besides the flags."""
-    is_cuda = world.device.type == "cuda"
-    name = torch.cuda.get_device_name(world.device) if is_cuda else platform.processor()
-    status, head = subprocess.getstatusoutput(f'git -C "{Path(__file__).parent}" rev-parse HEAD')
-    return {
-        "commit": "" if status else head, "torch": str(torch.__version__), "numpy": np.__version__,
-        "python": platform.python_version(), "platform": platform.platform(),
-        "device": str(world.device.type), "device_name": name,
-        "threads": torch.get_num_threads(), "ranks": world.size,
-    }  # fmt: skip
-
-
-def codec(tokenizer: str) -> Codec | None:
-    """None where this machine lacks what it takes."""
-    if tokenizer == "bytes":
-        return Codec(str.encode, lambda i: bytes([i]) if i < 256 else b"<|endoftext|>")
-    if tokenizer != "gpt2" or missing_vocab():
-        return None
-    try:
-        import tiktoken
-    except ImportError:
-        return None
-    gpt2 = tiktoken.get_encoding("gpt2")
-    return Codec(gpt2.encode_ordinary, lambda i: gpt2.decode_bytes([i]) if i < 50257 else b"")
-
-
-def stream(
+def sample_text(
     model: GPT, tokenizer: str, config: TrainConfig, world: World, number: int
 ) -> Iterator[str]:
-    """Sample number of a model, piece by piece: the prompt and what it goes on with, from the same
-    random numbers each time."""
-    text, device = codec(tokenizer), world.device
-    end_of_text = min(VOCAB_SIZES.get(tokenizer, 1), model.config.vocab_size) - 1  # before each
-    ids = list(text.encode(config.prompt)) if text and config.prompt else [end_of_text]
+    """Sample number of a model, piece by piece, from the same random numbers each time."""
     seed = np.random.SeedSequence([config.seed, number]).generate_state(1, np.uint64)[0]
-    rng = torch.Generator(device).manual_seed(int(seed))
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may be half a character
-    yield config.prompt if text else "no vocabulary here for --prompt, nor to read this: "
+    rng = torch.Generator(world.device).manual_seed(int(seed))
     how = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
-    tokens = model.generate(torch.tensor([ids], device=device), rng, **how)
-    for _ in range(config.sample_tokens):
+    cast = partial(autocast, config, world.device)
+    for piece in stream(model, tokenizer, config.prompt, config.sample_tokens, rng, cast, **how):
         world.note("a sample")
-        with autocast(config, device):  # not around the yield: whoever reads this goes on in it
-            i = int(next(tokens))
-        yield decoder.decode(text.decode(i)) if text else f"{i} "
-    yield decoder.decode(b"", final=True)
+        yield piece
 
 
 def sample(run: Run):
-    model, config, step = run.state.model, run.config, run.state.step
-    model.train(not config.dropout)
-    texts = ["".join(stream(model, run.data.tokenizer, config, run.world, n))
-             for n in range(config.num_samples)]  # fmt: skip
-    model.train()
-    text = "\n---\n".join(texts)
+    model, config, world, step = run.state.model, run.config, run.world, run.state.step
+
+    def texts() -> list[str]:
+        numbers = range(config.num_samples)
+        return ["".join(sample_text(model, run.data.tokenizer, config, world, n)) for n in numbers]
+
+    with no_dropout(model, config):
+        text = "\n---\n".join(world.together(texts))
     run.log(f"sample after step {step}:\n{text}", step=step, sample=text)
 
 
-def newest_state(out_dir: Path, world: World) -> dict | None:
-    """What the newest good checkpoint holds, if there is any checkpoint; exit 7 if none is good."""
-    path = world.from_main(lambda: newest_checkpoint(out_dir))
-    if not path and checkpoints(out_dir):
+def newest_state(out_dir: Path, world: World) -> tuple[Path, dict] | None:
+    """The newest good checkpoint and what it holds, if there is any checkpoint; exit 7 if none is
+    good."""
+    report = partial(fail, 7, is_main=world.is_main)
+    check = lambda saved: known_flags(saved["config"])  # noqa: E731
+    found = newest_checkpoint(out_dir, report, world.gather, check)
+    if not found and world.from_main(lambda: checkpoints(out_dir)):
         why = f"error: --resume: no good checkpoint in {out_dir}"
         raise SystemExit(fail(7, why, world.is_main))
-    return read_checkpoint(path) if path else None
+    return found
+
+
+def own_state(
+    config: TrainConfig, out_dir: Path, data: TokenFolder, shape: GPTConfig, world: World
+) -> dict | None:
+    """What the run goes on from, if there is anything; ValueError if it is another run's."""
+    if not (found := newest_state(out_dir, world)):
+        return None
+    saved, wanted = found[1], identity(config, shape, data)
+    if ":" not in f"{saved['identity'].get('data_dir')}":  # an older version saved it
+        wanted["data_dir"] = data.old_fingerprint()
+    check_identity(saved["identity"], wanted, out_dir)
+    # an older version had only the log to tell the best checkpoint by
+    return {"val_losses": logged(out_dir, "val_loss")} | saved
+
+
+def is_complete(config: TrainConfig, out_dir: Path, step: int, world: World) -> bool:
+    """Whether all steps are done, and all that is due after the last one."""
+    done = world.from_main(partial(noted, out_dir, step))
+    return step >= config.steps and not to_watch(config, step, done)
 
 
 def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
@@ -1238,16 +763,15 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
     world.agree({spell(name): value for name, value in asdict(config).items()} | code_digest())
     out_dir = world.from_main(lambda: choose_out_dir(config))
     world.note("opening the data")
-    data, shape = world.from_main(lambda: open_data(config))
+    source = find_source(config.init_from) if config.init_from else None
+    data, shape = world.from_main(lambda: open_data(config, source))
     examples = open_examples(config.hellaswag, shape.vocab_size, data.tokenizer)
-    world.agree({"the beginning of each shard": beginnings(data)})
-    saved = newest_state(out_dir, world) if config.resume else None
-    if saved:
-        check_identity(saved["identity"], identity(config, shape, data), out_dir)
-        if saved["step"] >= config.steps:
-            return None
-    is_source = config.init_from and not saved
-    weights = find_source(config.init_from).weights(shape) if is_source else None
+    world.agree({"the data": data_digest(data)})
+    saved = own_state(config, out_dir, data, shape, world) if config.resume else None
+    if saved and is_complete(config, out_dir, saved["step"], world):
+        return None
+    weights = source.weights(shape) if source and not saved else None
+    find_source.cache_clear()  # its tensors have been used
     off = why_off(config, given, world.device)
     config = replace(config, out_dir=str(out_dir), **{name: False for name in off})
     held = []  # for as long as this process lives
@@ -1265,30 +789,23 @@ def set_up(config: TrainConfig, given: set[str], world: World) -> Run | None:
 
 def use_weights(config: TrainConfig, given: set[str], world: World) -> int:
     """--eval-only, --sample-only and --export: show what weights are worth, train nothing."""
-    name = config.init_from
-    if config.resume:
-        name = str(world.from_main(lambda: newest_checkpoint(choose_out_dir(config))) or "")
-        if not name:
-            raise ValueError(
-                f"--resume: no good checkpoint in {choose_out_dir(config)}: --out-dir?"
-            )
-    if not name:
-        raise ValueError("whose weights? Add --resume, with --out-dir, or --init-from")
-    source = find_source(name)
+    source = whose_weights(config, world)
     own = {n: v for n, v in source.flags.items() if n not in UNSEEN} if config.resume else {}
-    own |= {n: source.flags[n] for n in ("data_dir", "eval_tokens", "prompt") if config.resume}
+    shown = ("data_dir", "eval_tokens", "prompt") if config.resume else ()
+    own |= {n: source.flags[n] for n in shown if n in source.flags}
     own |= {n: getattr(config, n) for n in given} | {"compile": False, "compile_mode": "default"}
     config = replace(config, **own)
     off = {*why_off(config, given - {"compile"}, world.device)}
     off |= {"bf16_residual"} if "bf16" in off else set()
-    config = replace(config, init_from=name, **{n: False for n in off})
+    config = replace(config, **{n: False for n in off})
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     how = ("flash", "bf16_residual", "loss_chunk_tokens")
     model = GPT(source.shape, **{n: getattr(config, n) for n in how})
     model.load_state_dict(source.weights(source.shape))
+    find_source.cache_clear()  # its tensors have been used
     model.to(world.device).train(False)
     if config.export:
-        world.from_main(partial(export, model, source, Path(config.export)))
+        world.from_main(partial(export_to, Path(config.export), model, source))
     if config.eval_only:
         evaluate_only(model, source, config, world)
     if config.sample_only and world.is_main:
@@ -1296,9 +813,28 @@ def use_weights(config: TrainConfig, given: set[str], world: World) -> int:
     return 0
 
 
+def whose_weights(config: TrainConfig, world: World) -> Source:
+    """Those of --resume or --init-from. A run that goes on meanwhile may remove its checkpoints, so
+    each is read once."""
+    if not config.resume:
+        if not config.init_from:
+            raise ValueError("whose weights? Add --resume, with --out-dir, or --init-from")
+        return find_source(config.init_from)
+    out_dir = world.from_main(lambda: choose_out_dir(config))
+    if not (found := newest_state(out_dir, world)):
+        raise ValueError(f"--resume: no good checkpoint in {out_dir}: --out-dir?")
+    source = from_run(*found)
+    return replace(source, flags=known_flags(source.flags))
+
+
+def export_to(folder: Path, model: GPT, source: Source):
+    export(model, source, folder, read_log(source.path.parent) if source.flags else [])
+    show(f"wrote {folder}: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
 def sample_only(model: GPT, source: Source, config: TrainConfig, world: World):
     for number in range(config.num_samples):
-        for text in stream(model, source.tokenizer, config, world, number):
+        for text in sample_text(model, source.tokenizer, config, world, number):
             show(text, end="")
         show("\n---" if number + 1 < config.num_samples else "")
 
@@ -1306,86 +842,45 @@ def sample_only(model: GPT, source: Source, config: TrainConfig, world: World):
 def evaluate_only(model: GPT, source: Source, config: TrainConfig, world: World):
     shape = source.shape
     config = replace(config, seq_len=shape.seq_len, model=source.flags.get("model", "gpt2"))
-    data = world.from_main(lambda: open_data(config))[0]
+    data = world.from_main(lambda: open_data(config, source))[0]
     examples = open_examples(config.hellaswag, shape.vocab_size, data.tokenizer)
     B = max(1, 4096 // shape.seq_len)
     loader = ShardLoader(data.val, B, shape.seq_len, world.rank, world.size)
-    figures = validation(evaluate(model, model, loader, config, world), data)
-    count = min(config.eval_tokens, len(loader) * shape.seq_len)
+    loss = evaluate(model, model, loader, config, world)
+    num_sequences = eval_sequences(loader, config)
+    figures = validation(loss, bytes_per_token(loader, num_sequences, data.tokenizer))
+    count = num_sequences * shape.seq_len
     texts = [f"{source.path}, {count:,} validation tokens: {in_words(figures)}"]
     if examples:
-        figures = answer(model, examples, codec(data.tokenizer), config, world)
+        figures = answer(model, examples, data.tokenizer, config, world)
         texts.append(f"{len(examples):,} questions: {in_words(figures)}")
     if world.is_main:
         show("\n".join(texts))
 
 
-def export(model: GPT, source: Source, folder: Path):
-    """Write a network in Hugging Face's format; OSError if the folder is there."""
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise ValueError("--export needs a library: pip install safetensors") from None
-    if folder.exists():
-        raise FileExistsError(f"--export {folder} exists: name a new folder")
-    end_of_text = VOCAB_SIZES[source.tokenizer] - 1 if source.tokenizer in VOCAB_SIZES else None
-    settings = hf_config(model.config, end_of_text)
-    tokens = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
-    texts = {"config.json": settings, "generation_config.json": tokens}
-    texts = {name: json.dumps(content, indent=2) for name, content in texts.items()}
-    texts["README.md"] = card(source, folder.name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as unfinished:
-        new = Path(unfinished, folder.name)
-        new.mkdir()
-        if source.tokenizer == "gpt2" and not missing_vocab():
-            for path, name in zip(vocab_files(), ("merges.txt", "vocab.json"), strict=True):
-                shutil.copy(path, new / name)
-            texts["tokenizer_config.json"] = json.dumps(HF_TOKENIZER)
-        for name, text in texts.items():
-            (new / name).write_text(text + "\n", encoding="utf-8")
-        try:
-            save_file(hf_weights(model), new / "model.safetensors", {"format": "pt"})
-        except Exception as error:  # safetensors has its own
-            raise OSError(f"--export {folder} can't be written: {error}") from None
-        os.rename(new, folder)
-    show(f"wrote {folder}: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
-
-
-def card(source: Source, name: str) -> str:
-    """The README of an exported network, with its run's last figures."""
-    lines = [f"# {name}", "", f"GPT-2, written by train_gpt2.py from {source.path}.", ""]
-    if source.tokenizer == "bytes":
-        lines += ["Its tokens are the bytes of the text, 0 to 255; 256 comes before each text.", ""]
-    wanted = ("loss", "val_loss", "perplexity", "bits_per_byte", "hellaswag_acc_norm")
-    is_run = source.path in checkpoints(source.path.parent)
-    step, last = int(source.path.stem[11:]) if is_run else 0, {}
-    for record in read_log(source.path.parent) if is_run else ():
-        if record.get("step", math.inf) <= step:
-            last |= {n: (record["step"], record[n]) for n in wanted if record.get(n) is not None}
-    lines += ["| figure | step | value |", "|---|--:|--:|"] if last else []
-    lines += [f"| {n} | {step:,} | {value:.4f} |" for n, (step, value) in last.items()]
-    return "\n".join(lines)
-
-
 def code_digest() -> dict[str, str]:
-    files = [
-        Path(__file__).with_name(f"{name}.py") for name in ("train_gpt2", "model", "dataloader")
-    ]
+    here = Path(__file__).parent
+    files = [here / f"{name}.py" for name in ("train_gpt2", "model", "dataloader")]
+    files += sorted(here.glob("support/*.py"))
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
 
 
-def beginnings(data: TokenFolder) -> str:
-    """A digest of the data as this rank's machine has it, or why it can't be read there."""
+def data_digest(data: TokenFolder) -> str:
+    """Of the data as this rank's machine has it, or why it can't be read there."""
     try:
-        return data.fingerprint()
-    except OSError as error:
+        return open_folder(data.train[0].path.parent).fingerprint
+    except (OSError, ValueError) as error:
         return str(error)
 
 
 def take(out_dir: Path, config: TrainConfig, shape: GPTConfig) -> IO:
-    """Make the run's folder this process's own. OSError if another one has it, or if the disk has
-    too little room for its checkpoints."""
+    """Make the run's folder this process's own. OSError if another one has it, if its log is not in
+    it, or if the disk has too little room for its checkpoints."""
+    log = out_dir / "log.jsonl"
+    if log.is_symlink() or (log.exists() and not log.is_file()):
+        raise OSError(
+            f"{log} is a link, or no file: a run writes into its own folder; move it away"
+        )
     size = 12 * shape.num_params  # weights and two moments, float32
     num_more = max(1, config.keep + 2 - len(checkpoints(out_dir)))
     there = next(
@@ -1411,7 +906,9 @@ def build(
     state = TrainState(model, make_optimizer(model, config, world), loader, scaler)
     dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
     rate = matmul_tflops(world.device, dtype)
-    log, env = make_log(config, world.is_main), environment(world)
+    board = tensorboard()(config.out_dir) if config.tensorboard and world.is_main else None
+    log = make_log(Path(config.out_dir), world.is_main, board)
+    env = environment(world.device, world.size)
     return Run(config, world, data, state, net, ShardLoader(data.val, *place), log, env, rate)
 
 
@@ -1483,104 +980,24 @@ def log_resume(run: Run, saved: dict):
     flags, env = asdict(run.config), run.environment
     was = saved["config"] | saved["environment"]
     now = {name: flags[name] for name in flags if name not in UNSEEN}
-    now |= {name: env[name] for name in ("torch", "device_name", "threads", "ranks")}
+    # older versions, which wrote no digest, had other names for processors
+    names = ("torch", "threads", "ranks", *(["device_name"] if "digest" in saved else []))
+    now |= {name: env[name] for name in names if was.get(name)}
     changed = {name: value for name, value in now.items() if was.get(name) != value}
     texts = {n: f"{spell(n) if n in flags else n} {v} instead of {was.get(n)}"
              for n, v in changed.items()}  # fmt: skip
     told = [text for name, text in texts.items() if name in flags and name not in ROUNDING]
     inexact = [text for name, text in texts.items() if name not in flags or name in ROUNDING]
+    step, rates = run.state.step, ("steps", "warmup_steps", "learning_rate", "cosine")
+    then = replace(run.config, **{name: was[name] for name in rates if name in was})
+    before, here = learning_rate(min(step, then.steps), then), learning_rate(step, run.config)
+    told += [f"the learning rate is {here:.2e}, it was {before:.2e}"] if here != before else []
     reasons = [f"not bit for bit because of {', '.join(inexact)}"] if inexact else []
-    text = ", ".join([f"resumed after step {run.state.step}", *told, *reasons])
-    run.log(text, resumed=run.state.step, changed=changed)
-
-
-@dataclass
-class Signals:
-    """SIGINT, SIGTERM and SIGUSR1 since the start. Once there are steps to save, the first one ends
-    the run after its step; before, and a second one, at once."""
-
-    times: list[float] = field(default_factory=list)
-    save_first: bool = False
-
-
-@contextmanager
-def stop_signals(is_main: bool) -> Iterator[Signals]:
-    """Note the signals that come inside. A second one counts when it comes two seconds after the
-    first: torchrun passes on to its ranks what the terminal has already sent them. A terminal that
-    closes stops nothing, but torchrun, which passes that on too and then kills its ranks."""
-    signals, is_torchrun = Signals(), "TORCHELASTIC_RUN_ID" in os.environ
-
-    def note(number, frame):
-        times = signals.times
-        times.append(time.monotonic())
-        if not signals.save_first or times[-1] - times[0] > 2:
-            raise KeyboardInterrupt  # Python ignores it in a destructor: hence the list
-        if is_main and len(times) == 1:
-            with suppress(OSError):  # not by print, which the signal may have interrupted
-                os.write(2, b"train_gpt2.py: finishing this step and saving it; again: end now\n")
-
-    handlers = dict.fromkeys(("SIGINT", "SIGTERM", "SIGUSR1"), note) | {
-        "SIGHUP": note if is_torchrun else signal.SIG_IGN
-    }
-    here = {getattr(signal, n): h for n, h in handlers.items() if hasattr(signal, n)}  # not Windows
-    before = {number: signal.signal(number, handler) for number, handler in here.items()}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class Watchdog(threading.Thread):
-    """Ends the process with exit code 5 when nothing has happened for timeout_s, and says where.
-    Among several ranks already GRACE_S after a signal, which a rank that waits for another one
-    can't act on, and when torchrun has died, whose ranks would go on for ever. Seconds are counted,
-    not read from a clock, so that a process that was stopped and continued is not late."""
-
-    GRACE_S = 20  # torchrun's is 30
-
-    def __init__(self, timeout_s: int, world: World):
-        super().__init__(daemon=True)
-        self.timeout_s, self.world, self.ended = timeout_s or math.inf, world, threading.Event()
-        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.signals, self.wakeup = socket.socketpair()
-        self.signals.setblocking(False)
-        self.wakeup.setblocking(False)
-        self.note("the start")
-
-    def note(self, phase: str):
-        self.phase, self.idle_s = phase, 0
-
-    def __enter__(self):
-        signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
-        self.start()
-        return self
-
-    def __exit__(self, *_):
-        signal.set_wakeup_fd(-1)
-        self.ended.set()
-        self.join()
-        self.signals.close()
-        self.wakeup.close()
-
-    def run(self):
-        limit_s, why = self.timeout_s, "(--timeout-s)"
-        while not self.ended.wait(1):
-            self.idle_s += 1
-            with suppress(BlockingIOError):
-                if self.signals.recv(1) and self.world.size > 1:
-                    limit_s, why, self.idle_s = self.GRACE_S, "after a signal", 0
-            if self.idle_s > (self.timeout_s if self.phase.startswith("a save") else limit_s):
-                self.end(f"no progress for {self.idle_s} s {why} in {self.phase}")
-            if self.parent and os.getppid() != self.parent:
-                self.end(f"torchrun has died in {self.phase}")
-
-    def end(self, why: str):
-        try:
-            fail(5, f"error: rank {self.world.rank}: {why}; --resume goes on", True)
-            sys.stderr.flush()
-        finally:  # also if nobody can be told
-            os._exit(5)
+    unsure = (
+        [] if "digest" in saved else ["its checkpoint has no digest: an older version wrote it"]
+    )
+    text = ", ".join([f"resumed after step {step}", *told, *reasons, *unsure])
+    run.log(text, resumed=step, changed=changed)
 
 
 def train(run: Run, signals: Signals) -> int:
@@ -1590,9 +1007,15 @@ def train(run: Run, signals: Signals) -> int:
     signals.save_first = True
     if state.step == 0:
         validate(run)
+    else:  # what the process before this one did not come to
+        done = world.from_main(partial(noted, Path(config.out_dir), state.step))
+        names = to_watch(config, state.step, done)
+        if "val_loss" in done and state.step < config.steps:
+            names = ["val_loss", *names]  # again: a log does not say which is best
+        watch(run, names)
     while state.step < config.steps:
         asked = lambda: bool(signals.times) or run.lost_a_save  # noqa: E731
-        with profiled(run):
+        with profile(run):
             start = time.perf_counter()
             *figures, stop, notice = train_step(state, run.net, config, world, asked)
             figures += [notice, time.perf_counter() - start]
@@ -1606,14 +1029,7 @@ def train(run: Run, signals: Signals) -> int:
             run.log(f"stopped by a signal after step {state.step}; go on with the same command,"
                     f" --resume --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
             return 3
-        if due(state.step, config.eval_every, config.steps):
-            validate(run)
-        if due(state.step, config.sample_every, config.steps):
-            sample(run)
-        if run.examples and due(state.step, config.hellaswag_every, config.steps):
-            quiz(run)
-    if world.is_main:
-        draw_loss(Path(config.out_dir))
+        watch(run, to_watch(config, state.step, set()))
     return 0
 
 
@@ -1637,40 +1053,15 @@ def log_step(run: Run, loss: float, norm: float, notice: str, seconds: float):
     )  # fmt: skip
 
 
-@contextmanager
-def profiled(run: Run) -> Iterator[None]:
-    """With --profile, around the third step of this process: a Chrome trace of it in the run's
-    folder, and its ten largest kernels with their shares of the time."""
+def profile(run: Run):
+    """With --profile, the third step of this process is looked into, or the last of a shorter
+    one."""
     step, num_done = run.state.step + 1, len(run.seconds)
     is_it = num_done == 2 or (num_done < 2 and step == run.config.steps)
     if not (run.config.profile and is_it and run.world.is_main):
-        yield
-        return
-    with torch.profiler.profile() as profiler:
-        yield
+        return nullcontext()
     path = Path(run.config.out_dir, f"trace_{step:06d}.json")
-    profiler.export_chrome_trace(str(path))
-    is_cuda = run.world.device.type == "cuda"
-    times = {
-        event.key: (event.self_device_time_total if is_cuda else event.self_cpu_time_total)
-        for event in profiler.key_averages()
-        if event.device_type == (DeviceType.CUDA if is_cuda else DeviceType.CPU)
-        and not event.is_user_annotation  # a span around kernels
-    }
-    largest = sorted(times, key=times.get, reverse=True)[:10]
-    shares = {name: times[name] / sum(times.values()) for name in largest}
-    lines = [f"{share:6.1%}  {name:.80}" for name, share in shares.items()]
-    run.log("\n".join([f"step {step} in {path}:", *lines]), profiled=step, shares=shares)
-
-
-def spike(losses: list[float], loss: float) -> str:
-    """A word on a loss that is far above those before it."""
-    recent = losses[-100:]
-    if len(recent) < 20:
-        return ""
-    sigmas = (loss - np.mean(recent)) / max(np.std(recent), 1e-3)
-    text = f"SPIKE: {sigmas:.0f} standard deviations above the last {len(recent)} losses"
-    return text if sigmas > 6 else ""
+    return profiled(path, run.world.device.type == "cuda", run.log, step)
 
 
 def save(run: Run, wait: bool):
@@ -1720,47 +1111,65 @@ def write(run: Run, saved: dict):
 
 
 def validate(run: Run):
-    loss = evaluate(run.state.model, run.net, run.val_loader, run.config, run.world)
-    figures = validation(loss, run.data)
+    loader, world = run.val_loader, run.world
+    loss = evaluate(run.state.model, run.net, loader, run.config, world)
+    if math.isfinite(loss):
+        run.state.val_losses[run.state.step] = loss
+    count = partial(bytes_per_token, loader, eval_sequences(loader, run.config), run.data.tokenizer)
+    figures = validation(loss, world.together(count))
     run.log(f"validation after step {run.state.step}: {in_words(figures)}",
             step=run.state.step, **figures)  # fmt: skip
 
 
-def validation(val_loss: float, data: TokenFolder) -> dict[str, float]:
+def validation(val_loss: float, bytes_per_token: float) -> dict[str, float]:
     """A validation's loss, in nats per token, in the other units that people compare."""
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
-    if data.bytes_per_token:
-        figures["bits_per_byte"] = val_loss / math.log(2) / data.bytes_per_token
+    if bytes_per_token:
+        figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
     return figures
 
 
-def in_words(figures: dict[str, float]) -> str:
-    names = {"val_loss": "loss"}
-    return ", ".join(f"{names.get(n, n).replace('_', ' ')} {v:.4f}" for n, v in figures.items())
-
-
 def quiz(run: Run):
-    step, both = run.state.step, codec(run.data.tokenizer)
-    figures = answer(run.state.model, run.examples, both, run.config, run.world)
+    step = run.state.step
+    figures = answer(run.state.model, run.examples, run.data.tokenizer, run.config, run.world)
     text = f"{len(run.examples):,} questions after step {step}: {in_words(figures)}"
     run.log(text, step=step, **{f"hellaswag_{name}": value for name, value in figures.items()})
 
 
-def draw_loss(out_dir: Path):
+def draw(run: Run):
     """The run's losses in loss.png, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    axes = (figure := Figure()).add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    for name, style in (("loss", "-"), ("val_loss", "o-")):
-        values = {
-            r["step"]: r[name] for r in read_log(out_dir) if name in r
-        }  # the last, after a resume
-        axes.plot(list(values), list(values.values()), style, label=name)
-    axes.legend()
-    with whole_file(out_dir / "loss.png") as f:
-        figure.savefig(f, format="png")
+    path, is_main = Path(run.config.out_dir, "loss.png"), run.world.is_main
+    is_drawn = run.world.together(partial(draw_loss, path) if is_main else lambda: None)
+    text = f"drew {path}" if is_drawn else "no loss.png: pip install matplotlib"
+    run.log(text, step=run.state.step, picture=str(path) if is_drawn else "")
+
+
+WATCHED = {  # by the name in the record: what does it, and how often; the picture only at the end
+    "val_loss": (validate, "eval_every"),
+    "sample": (sample, "sample_every"),
+    "hellaswag_acc": (quiz, "hellaswag_every"),
+    "picture": (draw, ""),
+}
+
+
+def to_watch(config: TrainConfig, step: int, done: set[str]) -> list[str]:
+    """What is due after step and not done, by the names of WATCHED."""
+    done = done if config.hellaswag else done | {"hellaswag_acc"}
+    return [name for name, (_, every) in WATCHED.items()
+            if name not in done and due(step, getattr(config, every, 0), config.steps)]  # fmt: skip
+
+
+def watch(run: Run, names: list[str]):
+    """Do these of WATCHED. No run ends for it: of what fails one line tells, and the next resume
+    tries it again."""
+    for name in names:
+        try:
+            WATCHED[name][0](run)
+        except Exception as error:
+            if not agreed(error):  # the log can't be written, or another rank is lost
+                raise
+            why = f"no {name} after step {run.state.step}: {type(error).__name__}: {error!s:.200}"
+            run.log(" ".join(why.split()), step=run.state.step, failed=name)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1780,17 +1189,18 @@ def main(argv: list[str] | None = None) -> int:
         return fail(code, f"error: {error}", is_main or not agreed(error))
     except (RuntimeError, MemoryError) as error:
         return fail(*explained(error), True)
+    except SystemExit as end:  # somebody has said why
+        return end.code
     except KeyboardInterrupt:
         return fail(130, "stopped by a signal before it could save", is_main)
-
-
-DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)  # no mistake of the command
 
 
 def run_program(argv: list[str], signals: Signals) -> int:
     world = find_world(dict(os.environ), torch.cuda.device_count())
     config, given = parse_args(argv, world.device.type)
-    with Watchdog(config.timeout_s, world) as watchdog, process_group(world):
+    torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
+    watchdog = Watchdog(config.timeout_s, world.rank, world.size, torchrun)
+    with watchdog, process_group(world):
         world = replace(world, note=watchdog.note)
         if config.eval_only or config.sample_only or config.export:
             return use_weights(config, given, world)
@@ -1815,28 +1225,6 @@ def set_up_and_train(config: TrainConfig, given: set[str], world: World, signals
         run.writer.shutdown()
         if run.saving and run.saving.exception():
             fail(6, f"error: {run.saving.exception()}", True)
-
-
-def agreed(error: Exception) -> bool:
-    """Whether every rank has this error."""
-    return getattr(error, "is_agreed", False)
-
-
-def explained(error: Exception) -> tuple[int, str]:
-    """The exit code and the words for what PyTorch reports as a RuntimeError, if it is known."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "t allocate memory" in str(error):
-        cure = "lower --micro-batch-size, or add --recompute"
-        return 2, f"error: a step does not fit the memory: {cure}: {error}"
-    if re.search("gloo|NCCL|peer", str(error)):
-        return 5, f"error: lost another rank: {error!s:.300}"
-    raise error
-
-
-def fail(code: int, why: str, is_main: bool) -> int:
-    """Say why on one line, from one rank, and return the exit code."""
-    if is_main:
-        print("train_gpt2.py:", *why.split(), file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

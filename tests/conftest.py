@@ -1,14 +1,18 @@
 """What the tests share: a tiny data set, and runs of train_gpt2.py in processes of their own."""
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import traceback
 from collections import Counter, defaultdict
+from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU, also beside a GPU
@@ -20,6 +24,8 @@ import torch
 import dataloader
 import prepare_data
 import train_gpt2
+from model import GPT, GPTConfig
+from support.checkpoint import checkpoints, read_checkpoint
 
 torch.backends.mps.is_available = lambda: False
 
@@ -87,6 +93,25 @@ def make_data(folder: Path) -> Path:
     args.shard_tokens = 1009  # fewer than the command line takes
     prepare_data.prepare(args)
     return folder / "tokens"
+
+
+def questions(folder: Path, count: int = 20, token: int | None = None) -> Path:
+    """Multiple-choice questions of words without sense, as bytes; token is put in as the last."""
+    rng = np.random.default_rng(5)
+
+    def text(most: int) -> str:
+        return "".join(rng.choice([*" abcdefgh"], rng.integers(1, most))).strip() or "a"
+
+    lines = [{"ctx": text(20), "endings": [text(9) for _ in range(4)], "label": int(label)}
+             for label in rng.integers(0, 4, count)]  # fmt: skip
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prepare = ["--multiple-choice", str(folder / "questions.jsonl"), "--tokenizer", "bytes"]
+    with redirect_stdout(io.StringIO()):
+        assert prepare_data.main([*prepare, "--data-dir", str(folder / "asked")]) == 0
+    path = folder / "asked" / "questions.bin"
+    if token:
+        path.write_bytes(path.read_bytes()[:-2] + token.to_bytes(2, "little"))
+    return path
 
 
 def write_shard(path: Path, tokens: np.ndarray):
@@ -170,13 +195,28 @@ def train(argv, folder: Path, ranks: int = 1, kill_after: int | None = None, inj
 def records(out_dir: Path, name: str) -> dict[int, float]:
     """Step -> value of name in the log; after a resume the later one counts."""
     lines = (out_dir / "log.jsonl").read_text().splitlines()
-    whole = [json.loads(line) for line in lines if line.endswith("}")]
+    whole = [json.loads(line) for line in lines if re.fullmatch('{"time".*}', line)]
     return {line["step"]: line[name] for line in whole if name in line}
+
+
+def state_of(step: int, **parts) -> dict:
+    """What the checkpoint of a very small network holds, every number of it its step."""
+    model = GPT(shape := GPTConfig(4, 2, 1, 1, 4, False))
+    params = [p for group in model.decay_groups() for p in group]
+    full = lambda tensor: torch.full_like(tensor, step, requires_grad=False)  # noqa: E731
+    moments = [{"exp_avg": full(p), "exp_avg_sq": full(p)} for p in params]
+    state = {
+        "step": step, "position": step, "skipped": [], "val_losses": {},
+        "model": {name: full(tensor) for name, tensor in model.state_dict().items()},
+        "optimizer": {i: {"step": torch.tensor(float(step))} | m for i, m in enumerate(moments)},
+        "scaler": {}, "identity": asdict(shape), "config": {"seed": 1}, "environment": {},
+    }  # fmt: skip
+    return state | parts
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
     """The weights in the newest checkpoint of a run."""
-    return train_gpt2.read_checkpoint(train_gpt2.checkpoints(out_dir)[0])["model"]
+    return read_checkpoint(checkpoints(out_dir)[0])["model"]
 
 
 def digest(out_dir: Path) -> str:

@@ -1,6 +1,8 @@
 """Tests ../dataloader.py."""
 
 import io
+import json
+import math
 import os
 import re
 import struct
@@ -13,10 +15,13 @@ from conftest import write_shard
 
 import dataloader
 import prepare_data
-from dataloader import Shard, ShardLoader, TokenFolder, open_folder, open_shard, read_examples
+from dataloader import Shard, ShardLoader, TokenFolder, open_folder, open_shard
+from support import files
+from support.questions import read_examples
 
 TOKENS = np.arange(1000, dtype="<u2")
 RAW = TOKENS.tobytes()
+NEEDS_POSIX = pytest.mark.skipif(os.name != "posix", reason="needs links, pipes and fork")
 
 
 def llmc(num_tokens=1000, magic=20240520, version=1, tokens=RAW) -> bytes:
@@ -138,21 +143,250 @@ KEYS = ("tokenizer", "train", "val", "shards", "name", "tokens", "largest_id", "
 )
 def test_a_manifest_that_does_not_fit_is_refused(old, new, why, prepared):
     write_shard(prepared.parent / "outside.bin", np.zeros(6301))
-    manifest = re.sub(old, new, (prepared / "manifest.json").read_text(), flags=re.DOTALL)
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    del manifest["crc32"]
+    manifest = re.sub(old, new, json.dumps(manifest, indent=1), flags=re.DOTALL)
     (prepared / "manifest.json").write_text(manifest, encoding="latin-1")
     with pytest.raises((OSError, ValueError), match=why):
         open_folder(prepared)
 
 
-def test_the_fingerprint_is_of_tokens_and_lengths_and_not_of_names(tmp_path):
-    seen = []
-    for data in [(7, 800, 700), (7, 800, 700), (8, 800, 700), (7, 700, 800), (7, 801, 700)]:
-        paths = [tmp_path / f"{len(seen)}_{i}.bin" for i in (0, 1)]
-        for path, length in zip(paths, data[1:], strict=True):
-            write_shard(path, np.full(length, data[0]))
-        shards = [open_shard(path) for path in paths]
-        seen.append(TokenFolder(shards, [], "gpt2", None, None).fingerprint())
-    assert seen[0] == seen[1] and len(set(seen)) == 4
+def rewrite(folder: Path, change, sealed: bool = False) -> dict:
+    """Change the content of folder's manifest, by hand or as someone who knows its CRC-32."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["crc32"]
+    change(manifest)
+    if sealed:
+        manifest["crc32"] = dataloader.content_crc32(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return manifest
+
+
+def test_no_flipped_bit_of_a_manifest_changes_what_it_says(prepared):
+    path, before = prepared / "manifest.json", open_folder(prepared)
+    content, num_same = path.read_bytes(), 0
+    for bit in range(0, 8 * len(content), 3):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            num_same += open_folder(prepared) == before
+        except (OSError, ValueError) as error:
+            assert "manifest.json is damaged" in str(error) and "\n" not in str(error)
+        else:
+            assert open_folder(prepared) == before, bit
+    assert num_same < 30  # in the name of the CRC
+
+
+def test_a_largest_id_that_lies_lets_no_larger_token_through(prepared):
+    def lie(manifest: dict):
+        manifest["train"]["shards"][0]["largest_id"] = 100
+
+    rewrite(prepared, lie, sealed=True)
+    data = open_folder(prepared)
+    loader = ShardLoader(data.train, 1, 16)
+    why = "train_000000.bin holds token [0-9]+, manifest.json says that 100 is the largest; prepare"
+    with pytest.raises(OSError, match=why):
+        [loader.next_batch() for _ in range(len(loader))]
+    assert prepare_data.main(["--verify", "--data-dir", str(prepared)]) == 2
+
+
+HOSTILE = [
+    None, True, -1, 0, 1, 255, 65535, 65536, 1.5, math.nan, math.inf, 10**19, 10**40, "", "x",
+    "\0", "..", "../../etc/passwd", "\ud800", "\x1b[2J", "a" * 70_000, "AAAA", [], [0], [[]], {},
+    {"a": 1}, ["x"] * 9, [None], json.loads("[" * 500 + "]" * 500),
+]  # fmt: skip
+
+
+def places(value, path: tuple = ()) -> list[tuple]:
+    """The path of each field in value."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    inner = value.items() if isinstance(value, dict) else ()
+    return [(*path, key) for key, _ in inner] + [
+        place for key, item in inner for place in places(item, (*path, key))
+    ]
+
+
+def put(value, path: tuple, new):
+    for key in path[:-1]:
+        value = value[key]
+    if new is KeyError:
+        del value[path[-1]]
+    else:
+        value[path[-1]] = new
+
+
+def read_all(folder: Path):
+    """Open a folder as a run does and read each sequence; no token may be beyond its largest id."""
+    data = open_folder(folder)
+    assert re.fullmatch("(crc32|sample):[0-9a-f]{16}", data.fingerprint)
+    for shards in (data.train, data.val):
+        loader = ShardLoader(shards, 1, 16)
+        largest = max(int(loader.next_batch()[1].max()) for _ in range(len(loader)))
+        assert largest <= data.largest_id
+
+
+def check_readers(folder: Path, commands: list[list[str]], capsys):
+    """That each command and a run's own reader take the folder, or refuse it in one line."""
+    try:
+        read_all(folder)
+    except (OSError, ValueError) as error:
+        assert len(str(error).splitlines()) == 1 and len(str(error)) < 1000
+    for command in commands:
+        code = prepare_data.main([*command, "--data-dir", str(folder)])
+        error = capsys.readouterr().err
+        assert (
+            code in (0, 2)
+            and error.count("\n") == (code == 2)
+            and error.isprintable() <= (not code)
+        )
+        assert not code or error.startswith("prepare_data.py: error: ")
+
+
+@pytest.fixture
+def downloaded(tmp_path) -> Path:
+    """A folder as --download leaves it, of shards that can be had nowhere."""
+    (tmp_path / "data").mkdir()
+    entries = {}
+    for split, name in (("val", "fineweb_val_000000.bin"), ("train", "fineweb_train_000001.bin")):
+        path = tmp_path / "data" / name
+        write_shard(path, np.arange(300))
+        entry = prepare_data.describe(open_shard(path)) | {"sha256": prepare_data.sha256_of(path)}
+        entries[split] = {"shards": [entry], "tokens": 300}
+    prepare_data.save_manifest(tmp_path / "data", {"tokenizer": {"name": "gpt2"}, **entries})
+    return tmp_path / "data"
+
+
+VERIFY, DOWNLOAD = ["--verify"], ["--download", "fineweb", "--shards", "1", "--mirror", "x"]
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["by hand", "with its CRC"])
+@pytest.mark.parametrize("kind", ["prepared", "downloaded"])
+def test_any_field_of_a_manifest_may_hold_anything(kind, sealed, request, capsys):
+    folder = request.getfixturevalue(kind)
+    content = (folder / "manifest.json").read_bytes()
+    commands = [VERIFY, DOWNLOAD] if kind == "downloaded" else [VERIFY]
+    num_cases = 0
+    for place in places(json.loads(content)):
+        for value in [KeyError, *HOSTILE] if place != ("crc32",) else []:
+            rewrite(folder, lambda m, at=place, new=value: put(m, at, new), sealed)
+            check_readers(folder, commands, capsys)
+            (folder / "manifest.json").write_bytes(content)
+            num_cases += 1
+    assert num_cases > 500
+    read_all(folder)
+
+
+NO_MANIFESTS = {
+    "nothing": b"", "null": b"null", "a list": b"[]", "a number": b"7", "deep": b"[" * 10**5,
+    "deep objects": b'{"train":' * 10**5, "digits": b"9" * 10**5, "bytes": bytes(range(256)),
+    "NaN": b"NaN", "UTF-16": "{}".encode("utf-16"), "twice": b"{}{}", "NULs": b"\0" * 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_MANIFESTS)
+def test_what_is_no_manifest_is_refused_in_one_line(case, downloaded, capsys):
+    (downloaded / "manifest.json").write_bytes(NO_MANIFESTS[case])
+    check_readers(downloaded, [VERIFY, DOWNLOAD], capsys)
+    with pytest.raises(ValueError, match="manifest.json is damaged"):
+        open_folder(downloaded)
+
+
+@NEEDS_POSIX
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device", "broken link"])
+@pytest.mark.parametrize("name", ["manifest.json", "fineweb_train_000001.bin", "lock"])
+def test_what_is_no_file_is_refused_and_does_not_hang(name, kind, downloaded, capsys):
+    make = {"fifo": os.mkfifo, "folder": os.mkdir}
+    make["device"] = lambda path: path.symlink_to("/dev/zero")
+    make["broken link"] = lambda path: path.symlink_to(downloaded / "nowhere")
+    (downloaded / name).unlink(missing_ok=True)
+    make[kind](downloaded / name)
+    check_readers(downloaded, [VERIFY, DOWNLOAD], capsys)
+    assert not (downloaded / "nowhere").exists()
+
+
+def test_hostile_headers_of_shards_are_refused_or_whole(tmp_path):
+    words = [-(2**31), -1, 0, 1, 3, 2**15, 20240520, 20240522, 2**31 - 1]
+    for at, word in ((at, word) for at in range(4) for word in words):
+        content = bytearray(llmc())
+        content[4 * at : 4 * at + 4] = struct.pack("<i", word)
+        check_shard(tmp_path / "a.bin", bytes(content))
+    whole = npy()
+    for bit in range(8 * (len(whole) - len(RAW))):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        check_shard(tmp_path / "a.npy", bytes(content))
+    for shape in ("(-1,)", "()", "(2**62,)", f"({2**62},)", f"({10**40},)", "(1000L,)", "(" * 99):
+        check_shard(tmp_path / "a.npy", whole.replace(b"(1000,)", shape.encode()))
+
+
+def check_shard(path: Path, content: bytes):
+    path.write_bytes(content)
+    try:
+        shard = open_shard(path)
+    except ValueError as error:
+        assert str(error).startswith(f"{path} is not a whole token shard: ")
+    else:
+        assert np.array_equal(shard.read(0, shard.num_tokens), TOKENS)
+
+
+def folder_of(path: Path, splits: list[list[np.ndarray]], crcs: bool) -> TokenFolder:
+    """The shards of both splits, in the folder path, with names that are all different."""
+    path.mkdir()
+    folder = [], []
+    for split, shards in zip(folder, splits, strict=True):
+        for tokens in shards:
+            name = path / f"{path.name}_{len(os.listdir(path))}.bin"
+            write_shard(name, tokens)
+            split.append(with_crcs(open_shard(name)) if crcs else open_shard(name))
+    return TokenFolder(*folder, "gpt2", None)
+
+
+@pytest.mark.parametrize("crcs", [True, False], ids=["with CRCs", "sampled"])
+def test_the_fingerprint_is_of_all_shards_and_their_order_and_not_of_names(crcs, tmp_path):
+    a, b, c = (np.random.default_rng(n).integers(0, 50257, 70_001) for n in range(3))
+    late = np.append(a[:-1], 0)
+    middle = a.copy()
+    middle[30_000:40_000] = 0
+    splits = [[[a, b], [c]], [[a, b], [c]], [[b, a], [c]], [[a, b], [a]], [[late, b], [c]],
+              [[middle, b], [c]], [[a], [b, c]], [[a, b, c], [c]], [[a, b[:-1]], [c]]]  # fmt: skip
+    folders = [folder_of(tmp_path / f"{i}", s, crcs) for i, s in enumerate(splits)]
+    seen = [folder.fingerprint for folder in folders]
+    assert seen[0] == seen[1] and len(set(seen)) == len(seen) - 1
+    assert all(s.startswith("crc32:" if crcs else "sample:") for s in seen)
+    old = [folder.old_fingerprint() for folder in folders]
+    assert old[3] == old[4] == old[0] != old[2] and not any(":" in s for s in old)
+
+
+def test_the_old_fingerprint_is_the_one_in_checkpoints_of_before(tmp_path):
+    folder = folder_of(tmp_path / "a", [[np.arange(700), np.arange(9)], [np.arange(20)]], False)
+    assert folder.old_fingerprint() == "e3924e6702d1f737"
+
+
+def test_a_fingerprint_reads_a_bounded_part_of_each_shard(tmp_path, monkeypatch):
+    folder = folder_of(tmp_path / "a", [[np.zeros(3_000_000)], [np.zeros(5)]], False)
+    reads, read = [], Shard.read
+    monkeypatch.setattr(Shard, "read", lambda *args: reads.append(args[1:]) or read(*args))
+    assert folder.fingerprint
+    assert reads[0] == (0, 512) and (3_000_000 - 512, 512) in reads and reads[-1] == (0, 5)
+    assert len(reads) == 64 + 1
+    assert folder.fingerprint  # as each save asks for it
+    assert len(reads) == 64 + 1
+
+
+@NEEDS_POSIX
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_kept(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="lock is a link or no file: remove it"):
+        files.locked(tmp_path / "data")
+    (tmp_path / "data" / "a.tmp").symlink_to(tmp_path / "mine")
+    with files.whole_file(tmp_path / "data" / "a") as f:
+        f.write(b"new")
+    assert (tmp_path / "mine").read_text() == "precious"
+    assert (tmp_path / "data" / "a").read_bytes() == b"new"
 
 
 def test_the_largest_id_is_numpys(tmp_path):
@@ -164,9 +398,9 @@ def test_the_largest_id_is_numpys(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_file_is_written_whole_or_not_at_all(error, tmp_path):
-    with dataloader.whole_file(tmp_path / "a") as f:
+    with files.whole_file(tmp_path / "a") as f:
         f.write(b"old")
-    with pytest.raises(error), dataloader.whole_file(tmp_path / "a") as f:
+    with pytest.raises(error), files.whole_file(tmp_path / "a") as f:
         f.write(b"new")
         raise error
     assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("a", b"old")]
@@ -392,6 +626,12 @@ def test_a_shard_that_is_written_over_while_in_use_is_an_error_that_names_it(sha
     write_shard(shards[3].path, np.arange(64))  # as long as it was
     with pytest.raises(OSError, match="train_3.bin is damaged: its tokens 0 to 64 are not whole"):
         loader.next_batch()
+
+
+def test_a_shard_of_one_token_is_refused_with_a_cure_that_works(tmp_path):
+    write_shard(tmp_path / "a.bin", np.zeros(1))
+    with pytest.raises(ValueError, match="tokens, the longest has 1: prepare more text"):
+        ShardLoader([open_shard(tmp_path / "a.bin")], B=1, T=8)
 
 
 def test_a_sequence_longer_than_every_shard_is_refused(shards):

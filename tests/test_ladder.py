@@ -30,9 +30,10 @@ BREAKS = {  # what a wrong speed-up would do: the rung, the file, the line, what
 
 def copy_of_project(folder: Path, *edits: tuple[str, str, str]) -> Path:
     """A copy of the programs, with edits: file, old, new."""
-    (folder / "benchmarks").mkdir(parents=True)
-    for path in [*REPO.glob("*.py"), *REPO.glob("benchmarks/*.py")]:
-        shutil.copy(path, folder / path.relative_to(REPO))
+    for name in ("", "benchmarks", "support"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for path in (REPO / name).glob("*.py"):
+            shutil.copy(path, folder / name)
     for name, old, new in edits:
         text = (folder / name).read_text(encoding="utf-8")
         assert old in text
@@ -137,11 +138,11 @@ def test_the_whole_ladder(tmp_path, data_dir):
 
     path = picture.with_suffix(".json")
     for again in range(2):  # the second time replaces what the first one wrote
-        (project / "README.md").write_text("a\n<!-- ladder -->" + again * "x" +
-                                           "<!-- end of ladder -->\nb\n")  # fmt: skip
+        page = project / "benchmarks" / "README.md"
+        page.write_text(f"a\n<!-- ladder -->{again * 'x'}<!-- end of ladder -->\nb\n")
         program = [sys.executable, project / "benchmarks" / "ladder.py"]
         subprocess.run([*program, "--readme", path], check=True)
-        readme = (project / "README.md").read_text()
+        readme = page.read_text()
         assert readme.startswith("a\n") and readme.endswith("b\n")
         assert text.rpartition("\n\n")[0] in readme and "not measured yet" in readme
     done = subprocess.run([*program, "--compare", path, path], capture_output=True, text=True)
@@ -201,7 +202,7 @@ def test_nothing_is_compared_after_a_step_that_overflows():
 
 def test_the_readme_shows_the_results_that_are_kept():
     """Its ladder is what --readme makes of the files that it names."""
-    text = (REPO / "README.md").read_text(encoding="utf-8")
+    text = (REPO / "benchmarks" / "README.md").read_text(encoding="utf-8")
     names = re.findall(r"`benchmarks/results/(ladder-\S+\.json)`", text)
     contents = {name: ladder.load(REPO / "benchmarks" / "results" / name) for name in names}
     assert contents and ladder.with_block(text, contents) == text

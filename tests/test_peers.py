@@ -254,6 +254,7 @@ def test_the_real_train_gpt2(tmp_path):
     project = make_project(tmp_path / "project")
     for path in REPO.glob("*.py"):
         shutil.copy(path, project)
+    shutil.copytree(REPO / "support", project / "support")
     clone = make_clone(tmp_path, "nanoGPT", train=NANOGPT.replace("import torch", ""))
     program = [sys.executable, project / "benchmarks" / "peers.py", "--nanogpt", clone]
     flags = ["--only", "small", "--rounds", "1", "--steps", "5", "--flags=--no-fused"]

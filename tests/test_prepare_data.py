@@ -1,11 +1,15 @@
 """Tests ../prepare_data.py."""
 
+import errno
+import glob
 import gzip
 import hashlib
 import http.server
 import json
+import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,11 +22,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_dataloader import eval_file_of, read_back
+from test_dataloader import NEEDS_POSIX, eval_file_of, read_back
 
 import dataloader
 import prepare_data
-from dataloader import Shard, missing_vocab, open_folder
+from dataloader import HEADER_BYTES, Shard, missing_vocab, open_folder
+from support import questions
 
 PROGRAM = prepare_data.__file__
 NEEDS_GPT2 = pytest.mark.skipif(
@@ -302,6 +307,58 @@ def test_folders_and_patterns_are_read_sorted_once_and_without_hidden_files(text
     assert prepare_data.files_in([str(texts / "[1].txt")]) == [str(texts / "[1].txt")]
 
 
+@NEEDS_POSIX
+def test_links_that_go_in_circles_are_followed_once(texts, tmp_path):
+    (texts / "z").mkdir()
+    for name in ("a", "b"):
+        (texts / name).symlink_to(texts)
+        (texts / "z" / name).symlink_to("..")
+    (texts / "z" / "deep.txt").write_text("deep")
+    (texts / "itself").symlink_to("itself")
+    names = [f"{n:02}.txt" for n in range(40)]
+    expected = [str(texts / name) for name in [*names, "z/deep.txt"]]
+    assert prepare_data.files_in([str(texts)]) == expected
+    assert sorted(prepare_data.files_in([str(texts / "**" / "*.txt")])) == expected
+
+
+def test_folders_and_patterns_find_what_glob_finds(tmp_path, monkeypatch):
+    rng = random.Random(0)
+    for _ in range(150):
+        parts = rng.choices(["a", "b", "a-b", ".c", "[d]"], k=rng.randint(0, 4))
+        tmp_path.joinpath(*parts).mkdir(parents=True, exist_ok=True)
+        tmp_path.joinpath(*parts, rng.choice(["x", "e f", ".h"])).touch()
+    monkeypatch.chdir(tmp_path)
+    patterns = ["**", "**/*", "a/**", "**/x", "*/**/b/*", "a/**/[[]d]/**", "**/**/e f", "a**/x"]
+    for pattern in [*patterns, f"{tmp_path}/**", f"{tmp_path}/**/a-b/*"]:
+        found, wanted = (
+            {os.path.normpath(name) for name in names if os.path.isfile(name)}
+            for names in (prepare_data.matches(pattern), glob.glob(pattern, recursive=True))
+        )
+        assert found == wanted and found, pattern
+
+
+def test_a_line_nested_too_deeply_is_skipped_and_counted_with_its_number(tmp_path, capsys):
+    deep = b"[" * 10**5, b'{"text":' * 10**5, b'{"text": "a", "b": ' + b"[" * 10**5 + b"]" * 10**5
+    lines = [*LINES.splitlines() * 9, *deep]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    assert documents(tmp_path / "a.jsonl")[0] == TEXTS * 9
+    assert prepare(tmp_path / "data", "--input", tmp_path / "a.jsonl") == 0
+    why = f"no text under --text-field text in {tmp_path / 'a.jsonl'}, first in line 28"
+    assert f"skipped: 3 documents, {why}\n" in capsys.readouterr().out
+
+
+@NEEDS_POSIX
+def test_a_name_that_is_no_utf8_ends_nothing(tmp_path):
+    name = os.fsencode(tmp_path) + b"/\xff\n\x1b[2J.jsonl"
+    with open(name, "wb") as f:
+        f.write(LINES * 9 + b"[]")
+    folder = os.fsencode(tmp_path) + b"/\xfe"
+    line = [sys.executable, PROGRAM, "--input", name, "--data-dir", folder]
+    done = subprocess.run(line, capture_output=True)
+    assert done.returncode == 0 and b"\x1b" not in done.stdout
+    assert rb"\udcff \x1b[2J.jsonl, first in line 28" in done.stdout
+
+
 def test_an_extra_that_is_missing_is_named_with_its_cure(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.jsonl.zst").touch()
@@ -344,7 +401,7 @@ def test_the_manifest_says_what_the_shards_hold(texts, tmp_path):
     flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", 0.3)
     assert prepare(tmp_path / "data", *flags) == 0
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
-    assert set(manifest) == {"tokenizer", "train", "val", "input"}
+    assert set(manifest) == {"tokenizer", "train", "val", "input", "crc32"}
     for split in (manifest["train"], manifest["val"]):
         tokens = []
         for entry in split["shards"]:
@@ -383,6 +440,29 @@ def test_of_a_single_document_the_last_tenth_is_validation(tmp_path):
     ]
     assert counts == [{"documents": 1, "bytes": 2340, "tokens": 2341},
                       {"documents": 0, "bytes": 260, "tokens": 260}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "size", [*range(1, 20), 1022, 1023, 1024, 2046, 2047, 2048, 2150, 2151, 3000]
+)
+def test_of_a_single_document_validation_is_enough_or_it_is_refused(size, tmp_path, capsys):
+    (tmp_path / "book.txt").write_bytes((bytes(range(97, 123)) * 200)[:size])
+    flags = ("--input", tmp_path / "book.txt", "--shard-tokens", 1024)
+    code = prepare(tmp_path / "data", *flags)
+    if size < 19:  # of which a tenth is less than an input and its target
+        assert code == 2 and "for validation: name more with --input" in capsys.readouterr().err
+        assert os.listdir(tmp_path) == ["book.txt"]
+        return
+    data = open_folder(tmp_path / "data")
+    num_val = sum(shard.num_tokens for shard in data.val)
+    assert num_val >= min((size + 1) // 10, 102)
+    assert stream(data.train) + stream(data.val) == [256, *(tmp_path / "book.txt").read_bytes()]
+    assert prepare(tmp_path / "data", "--verify") == 0
+    names = {shard.path.name for shard in data.train + data.val}
+    assert set(os.listdir(tmp_path / "data")) == {"manifest.json", *names}
+    manifest = prepare_data.read_manifest(tmp_path / "data")
+    assert [manifest[s]["documents"] for s in ("train", "val")] == [1, 0]
+    assert [manifest[s]["bytes"] for s in ("train", "val")] == [size - num_val, num_val]
 
 
 def test_a_flipped_bit_is_found_by_verify_and_by_the_loader(texts, tmp_path, capsys):
@@ -469,7 +549,7 @@ def test_questions_become_llmcs_file_byte_for_byte(layout, tokenizer, tmp_path, 
     path = tmp_path / "a" / "data" / "my val.bin"
     assert path.read_bytes() == eval_file_of(expected)
     assert read_back(path) == expected
-    assert os.listdir(path.parent) == [path.name]
+    assert set(os.listdir(path.parent)) == {path.name, "lock"}
     tokens = sum(len(text) for context, texts, _ in expected for text in (context, *texts))
     longest = max(len(context) + len(text) for context, texts, _ in expected for text in texts)
     counts = f"{len(records)} examples of {len(choices[0])} choices, {tokens} tokens ({tokenizer})"
@@ -549,15 +629,15 @@ def test_a_line_that_is_no_json_is_one_line_with_its_place(line, why, tmp_path, 
 
 
 def test_the_format_has_room_for_65534_bytes_and_65535_examples():
-    def example(length: int) -> dataloader.Example:
-        return dataloader.Example(np.zeros(length, "u2"), [np.zeros(1, "u2")] * 2, 0)
+    def example(length: int) -> questions.Example:
+        return questions.Example(np.zeros(length, "u2"), [np.zeros(1, "u2")] * 2, 0)
 
-    words = prepare_data.example_words(example(32_757), 65_534)
+    words = questions.example_words(example(32_757), 65_534)
     assert words[:3].tolist() == [65535, 65_534, 65_534] and words.nbytes == 65_534
     with pytest.raises(ValueError, match="takes 65,536 bytes, more than the 65,535 of the format"):
-        prepare_data.example_words(example(32_758), 0)
+        questions.example_words(example(32_758), 0)
     with pytest.raises(ValueError, match="is example 65,536, more than the 65,535 of the format"):
-        prepare_data.example_words(example(1), 65_535)
+        questions.example_words(example(1), 65_535)
 
 
 def test_questions_overwrite_nothing_and_leave_nothing_half_written(tmp_path, monkeypatch, capsys):
@@ -566,12 +646,49 @@ def test_questions_overwrite_nothing_and_leave_nothing_half_written(tmp_path, mo
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             prepare(tmp_path / "data", *flags)
-    assert os.listdir(tmp_path / "data") == []
+    assert os.listdir(tmp_path / "data") == ["lock"]
     (tmp_path / "data" / "a.bin").write_bytes(b"mine")
     assert prepare(tmp_path / "data", *flags) == 2
     why = f"{tmp_path / 'data' / 'a.bin'} exists; move it away, or name another --data-dir\n"
     assert capsys.readouterr().err.endswith(f"error: {why}")
-    assert content(tmp_path / "data") == {"a.bin": b"mine"}
+    assert content(tmp_path / "data")["a.bin"] == b"mine" and len(content(tmp_path / "data")) == 2
+
+
+def write_questions(folder: Path, n: int, barrier, codes):
+    write_examples = prepare_data.write_examples
+
+    def at_once(*args):
+        barrier.wait(60)
+        write_examples(*args)
+
+    prepare_data.write_examples = at_once
+    flags = "--multiple-choice", folder / f"{n}" / "a.jsonl"
+    codes.put(prepare(folder / "data", *flags))
+
+
+@NEEDS_POSIX
+def test_of_two_that_write_the_same_questions_at_once_one_wins_whole(tmp_path):
+    """Repeated, since they must meet."""
+    context = multiprocessing.get_context("fork")
+    for n, records in enumerate(([HELLASWAG] * 400, [PLAIN] * 400)):
+        (tmp_path / f"{n}").mkdir()
+        jsonl(tmp_path / f"{n}" / "a.jsonl", *records)
+        assert prepare(tmp_path / f"alone{n}", "--multiple-choice", tmp_path / f"{n}/a.jsonl") == 0
+    whole = [(tmp_path / f"alone{n}" / "a.bin").read_bytes() for n in (0, 1)]
+    for _ in range(10):
+        barrier, codes = context.Barrier(2), context.SimpleQueue()
+        processes = [
+            context.Process(target=write_questions, args=(tmp_path, n, barrier, codes))
+            for n in (0, 1)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert sorted([codes.get(), codes.get()]) == [0, 2]
+        assert set(os.listdir(tmp_path / "data")) == {"a.bin", "lock"}
+        assert (tmp_path / "data" / "a.bin").read_bytes() in whole
+        (tmp_path / "data" / "a.bin").unlink()
 
 
 def test_a_file_without_questions_is_refused(tmp_path, capsys):
@@ -689,6 +806,121 @@ def test_a_killed_run_keeps_its_shards_and_a_second_run_is_refused(much_text, tm
     assert (first.st_ino, first.st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns)
     assert start(tmp_path / "whole", much_text, *flags).wait() == 0
     assert content(tmp_path / "data") == content(tmp_path / "whole")
+
+
+def damages(file: Path) -> list[bytes | None]:
+    """What may become of a file: it is lost, emptied, cut or longer by a byte, or has another bit
+    at its beginning, in its middle or at its end."""
+    whole = file.read_bytes()
+    found = [None, b"", whole[:-1], whole + b"\0"]
+    places = {0, 8, 900, len(whole) // 3, HEADER_BYTES + 7, len(whole) // 2, len(whole) - 2}
+    for at in places:  # 900: in the header, behind what a trainer reads
+        flipped = bytearray(whole)
+        flipped[min(at, len(whole) - 1)] ^= 1 << at % 8
+        found.append(bytes(flipped))
+    return found
+
+
+@pytest.mark.parametrize("val_fraction", [0.3, 0], ids=["val drawn", "val from the end"])
+def test_what_is_damaged_after_a_kill_is_made_again(
+    val_fraction, texts, tmp_path, monkeypatch, capsys
+):
+    """Each file that a killed preparation left is lost, cut or changed."""
+    flags = ("--input", texts, "--shard-tokens", 8000, "--val-fraction", val_fraction)
+    monkeypatch.setattr(prepare_data, "PIECE", 350)
+    folder, unfinished, left = (tmp_path / name for name in ("data", "data.unfinished", "left"))
+    replace, num_saves = os.replace, 0
+
+    def killer(*paths):  # right behind a manifest
+        nonlocal num_saves
+        replace(*paths)
+        num_saves -= 1
+        if not num_saves:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killer)
+        assert prepare(tmp_path / "whole", *flags) == 0
+    whole, most, num_again, num_cases = content(tmp_path / "whole"), -num_saves, 0, 0
+    for saves in {1, most // 2, most - 2, most - 1, most}:
+        num_saves = saves
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(os, "replace", killer)
+            prepare(folder, *flags)
+        unfinished.rename(left)
+        for name, damaged in [(f.name, d) for f in left.iterdir() for d in damages(f)]:
+            shutil.copytree(left, unfinished)
+            (unfinished / name).unlink()
+            if damaged is not None:
+                (unfinished / name).write_bytes(damaged)
+            capsys.readouterr()
+            assert prepare(folder, *flags) == 0
+            assert content(folder) == whole, (saves, name)
+            error = capsys.readouterr().err
+            assert error.count("\n") == error.count(" is damaged") == error.count("begins again")
+            num_again, num_cases = num_again + bool(error), num_cases + 1
+            shutil.rmtree(folder)
+        shutil.rmtree(left)
+    assert num_cases > 150 and num_again > 80
+
+
+def test_a_damaged_journal_under_other_flags_begins_again(texts, tmp_path, monkeypatch, capsys):
+    flags = ("--input", texts, "--shard-tokens", 8000)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(Killed))
+        prepare(tmp_path / "data", *flags)
+    journal = tmp_path / "data.unfinished" / "manifest.json"
+    assert prepare(tmp_path / "data", *flags, "--seed", 7) == 2
+    assert "was begun with other input or other flags" in capsys.readouterr().err
+    for text in (b"[" * 10**5, journal.read_bytes().replace(b'"tokens": ', b'"tokens": 9', 1)):
+        journal.write_bytes(text)
+        assert prepare(tmp_path / "data", *flags, "--shard-tokens", 30_000) == 0
+        assert "manifest.json is damaged" in capsys.readouterr().err
+        names = ["manifest.json", "train_000000.bin", "val_000000.bin"]
+        assert sorted(content(tmp_path / "data")) == names
+        (tmp_path / "data").rename(tmp_path / "data.unfinished")
+
+
+def test_a_shard_that_changes_while_it_grows_is_not_certified(texts, tmp_path, monkeypatch, capsys):
+    append = prepare_data.Split.append
+
+    def damaging(split, *args):
+        finished = append(split, *args)
+        path, fill = split.growing()
+        if fill and split.shards:
+            with open(path, "r+b") as f:
+                f.seek(HEADER_BYTES + 2)
+                f.write(b"\xff\xff")
+        return finished
+
+    flags = ("--input", texts, "--shard-tokens", 8000)
+    monkeypatch.setattr(prepare_data, "PIECE", 350)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data.Split, "append", damaging)
+        assert prepare(tmp_path / "data", *flags) == 2
+    assert "train_000001.bin is damaged" in capsys.readouterr().err
+    assert prepare(tmp_path / "data", *flags) == 0
+    assert prepare(tmp_path / "whole", *flags) == 0
+    assert content(tmp_path / "data") == content(tmp_path / "whole")
+
+
+def test_files_that_are_not_its_own_are_kept(texts, tmp_path, capsys):
+    (tmp_path / "data.unfinished").mkdir()
+    (tmp_path / "data.unfinished" / "novel.txt").write_text("mine")
+    assert prepare(tmp_path / "data", "--input", tmp_path / "nowhere") == 2
+    assert prepare(tmp_path / "data", "--input", texts) == 2
+    assert "novel.txt is in the way: move it" in capsys.readouterr().err
+    assert content(tmp_path / "data.unfinished") == {"novel.txt": b"mine"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_fails_is_exit_code_6(number, texts, tmp_path, monkeypatch, capsys):
+    def fsync(file: int):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert prepare(tmp_path / "data", "--input", texts) == 6
+    assert os.strerror(number) in capsys.readouterr().err
 
 
 def test_a_killed_run_does_not_read_its_own_shards(texts, tmp_path, monkeypatch):
@@ -946,9 +1178,52 @@ FLAGS = {
 
 @pytest.mark.parametrize("line", FLAGS)
 def test_flags_out_of_range_are_refused(line, capsys):
-    with pytest.raises(SystemExit) as end:
-        prepare_data.main(line.split())
-    assert end.value.code == 2 and FLAGS[line] in capsys.readouterr().err
+    assert prepare_data.main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("prepare_data.py: error: ") and FLAGS[line] in error
+    assert error.count("\n") == 1
+
+
+NUMBERS = ("shard-tokens", "val-fraction", "seed", "workers", "shards")
+NO_NUMBERS = ("--", "", "x", "nan", "inf", "1e400", "1e9", "9" * 40, "-" + "9" * 40, "9" * 10**4,
+              "\0", "\ud800", "\x1b[2J", "0x10", "1,000", "\n")  # fmt: skip
+
+
+def check_mistake(line: list[str], capsys):
+    assert prepare_data.main(line) == 2, line
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("prepare_data.py: error: ") and len(error) < 1200
+    assert error.endswith("\n") and error[:-1].isprintable(), error
+
+
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_a_number_that_is_none_is_one_line(flag, texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = os.listdir()
+    for value in NO_NUMBERS:
+        check_mistake(["--input", "texts", "--data-dir", "data", f"--{flag}={value}"], capsys)
+        if not value.startswith("-"):
+            line = ["--input", "texts", "--data-dir", "data", f"--{flag}", value]
+            check_mistake(line, capsys)
+    assert os.listdir() == before
+
+
+@pytest.mark.parametrize("kind", ["--input", "--multiple-choice", "--verify", "--download"])
+def test_a_path_that_is_none_is_one_line(kind, texts, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before, source = os.listdir(), {"--input": ["texts"], "--download": ["fineweb"]}.get(kind, [])
+    if kind == "--multiple-choice":
+        source = [str(jsonl(tmp_path / "a.jsonl", HELLASWAG))]
+        before.append("a.jsonl")
+    for value in ("\0", "a\0b", "\ud800\0", "x" * 5000, "x/" * 3000, "\n\0\x1b[2J", "."):
+        if value != "." or kind in ("--input", "--verify"):
+            check_mistake([kind, *source, f"--data-dir={value}"], capsys)
+        if kind in ("--input", "--multiple-choice") and value != ".":
+            check_mistake([kind, value, "--data-dir", "data"], capsys)
+    for flag in ("input", "data-dir", "download", "multiple-choice", "text-field", "mirror",
+                 "tokenizer", "verify", "dry-run"):  # fmt: skip
+        check_mistake([f"--{flag}=--"], capsys)
+    assert sorted(os.listdir()) == sorted(before)
 
 
 def test_records_under_another_name_are_told_with_the_flag(tmp_path, capsys):

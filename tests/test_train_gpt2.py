@@ -2,6 +2,7 @@
 
 import gc
 import io
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,13 +20,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import digest, finish, flags, records, start_ranks, train, weights
+from conftest import (
+    digest,
+    finish,
+    flags,
+    questions,
+    records,
+    start_ranks,
+    train,
+    weights,
+    write_shard,
+)
 
 import dataloader
-import prepare_data
 import train_gpt2
-from model import GPT, SHAPES, GPTConfig, hf_config, hf_weights, read_source
-from train_gpt2 import TrainConfig, find_world, learning_rate, parse_args, read_checkpoint
+from model import GPT, SHAPES, GPTConfig
+from support import device
+from support.checkpoint import checkpoints, read_checkpoint
+from support.device import cpu_name
+from support.log import printable
+from support.questions import choice_losses, read_examples
+from support.text import bytes_per_token, codec
+from support.weights import hf_config, hf_weights
+from train_gpt2 import TrainConfig, find_world, learning_rate, parse_args
 
 ROOT = Path(train_gpt2.__file__).parent
 
@@ -221,7 +237,7 @@ def test_float16_finds_its_scale_and_keeps_it(data_dir, tmp_path, ranks):
     assert losses(killed) == losses(whole) and digest(killed) == digest(whole)
     logged = records(whole, "loss"), records(whole, "grad_norm")
     assert logged[0][1] == pytest.approx(math.log(257), rel=0.1) and logged[1][1] is None
-    scalers = [read_checkpoint(train_gpt2.checkpoints(d)[0])["scaler"] for d in (whole, killed)]
+    scalers = [read_checkpoint(checkpoints(d)[0])["scaler"] for d in (whole, killed)]
     assert scalers[0] == scalers[1] and scalers[0]["_growth_tracker"] == 12 - len(left_out)
 
 
@@ -286,25 +302,6 @@ def test_compiled_runs_train_evaluate_sample_and_resume(data_dir, tmp_path):
     assert not any("_orig_mod" in name for name in weights(tmp_path / "run"))
 
 
-def questions(folder: Path, count: int = 20, token: int | None = None) -> Path:
-    """Multiple-choice questions of words without sense, as bytes; token is put in as the last."""
-    rng = np.random.default_rng(5)
-
-    def text(most: int) -> str:
-        return "".join(rng.choice([*" abcdefgh"], rng.integers(1, most))).strip() or "a"
-
-    lines = [{"ctx": text(20), "endings": [text(9) for _ in range(4)], "label": int(label)}
-             for label in rng.integers(0, 4, count)]  # fmt: skip
-    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare = ["--multiple-choice", str(folder / "questions.jsonl"), "--tokenizer", "bytes"]
-    with redirect_stdout(io.StringIO()):
-        assert prepare_data.main([*prepare, "--data-dir", str(folder / "asked")]) == 0
-    path = folder / "asked" / "questions.bin"
-    if token:
-        path.write_bytes(path.read_bytes()[:-2] + token.to_bytes(2, "little"))
-    return path
-
-
 @pytest.mark.slow
 def test_compile_asks_and_samples_without_compiling_again(data_dir, tmp_path):
     asked = {"hellaswag": questions(tmp_path), "hellaswag_every": 5, "sample_every": 5}
@@ -352,10 +349,50 @@ def test_validation_is_the_same_for_all_micro_batches_and_ranks(whole, data_dir,
     for B, ranks in ((4, 1), (6, 2)):
         other = run(tmp_path, data_dir, f"{B}x{ranks}", ranks, micro_batch_size=B, steps=3)
         assert first(other) == pytest.approx(first(whole[3]), rel=1e-6)
-    bits = records(whole[1], "bits_per_byte")[0]
-    manifest = json.loads((data_dir / dataloader.MANIFEST).read_text())["val"]
-    expected = first(whole[1]) / math.log(2) * manifest["tokens"] / manifest["bytes"]
-    assert bits == pytest.approx(expected)
+    tokens = np.fromfile(data_dir / "val_000000.bin", "<u2")[512:][1:513]  # 32 times 16 targets
+    expected = first(whole[1]) / math.log(2) * 512 / (tokens < 256).sum()
+    assert records(whole[1], "bits_per_byte")[0] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, tokenizer):
+    """Of a set that begins with single letters and ends with long words, for any number of tokens,
+    against the text itself."""
+    if tokenizer == "gpt2" and dataloader.missing_vocab():
+        pytest.skip("GPT-2's vocabulary is not at hand")
+    texts = ["1 a\n"] * 40 + ["", "é" * 9, "🙂"] + [" international understanding" * 9] * 9
+    encode = codec(tokenizer).encode
+    end = dataloader.VOCAB_SIZES[tokenizer] - 1
+    pieces = [(i, b"") if i == end else (i, codec(tokenizer).decode(i))
+              for text in texts for i in (end, *encode(text))]  # fmt: skip
+    assert b"".join(piece for _, piece in pieces).decode() == "".join(texts)
+    for name, part in (("val_0.bin", pieces[:301]), ("val_1.bin", pieces[301:])):
+        write_shard(tmp_path / name, np.array([i for i, _ in part]))
+    shards = dataloader.find(tmp_path, "val")
+    ratios = set()
+    for T, eval_tokens in itertools.product((7, 16, 60), (1, 64, 200, 10_000)):
+        starts = [i for a, z in ((0, 301), (301, len(pieces))) for i in range(a, z - T, T)]
+        starts = starts[: max(1, eval_tokens // T)]
+        size = sum(len(piece) for i in starts for _, piece in pieces[i + 1 : i + 1 + T])
+        config = TrainConfig(eval_tokens=eval_tokens, warmup_steps=1)
+        for B, rank, ranks in ((1, 0, 1), (3, 1, 2)):
+            loader = dataloader.ShardLoader(shards, B, T, rank, ranks)
+            count = train_gpt2.eval_sequences(loader, config)
+            ratio = bytes_per_token(loader, count, tokenizer)
+            assert count == len(starts) and ratio == size / (T * len(starts))
+            bits = train_gpt2.validation(2.5, ratio).get("bits_per_byte", math.inf)
+            assert bits == pytest.approx(2.5 / math.log(2) * T * len(starts) / size)
+        ratios.add(round(ratio, 1))
+    assert len(ratios) > (2 if tokenizer == "gpt2" else 1)
+
+
+def test_without_a_vocabulary_there_are_no_bits_per_byte(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    write_shard(tmp_path / "val.bin", np.arange(100))
+    loader = dataloader.ShardLoader(dataloader.find(tmp_path, "val"), 1, 9)
+    for tokenizer in ("gpt2", "unknown"):
+        ratio = bytes_per_token(loader, 5, tokenizer)
+        assert train_gpt2.validation(1.0, ratio).keys() == {"val_loss", "perplexity"}
 
 
 def test_a_run_learns(whole):
@@ -468,6 +505,17 @@ def test_the_optimizer_goes_on_with_the_command_lines_settings(whole, data_dir, 
     assert records(tmp_path / "run", "learning_rate")[13] > 0.04
 
 
+def test_a_run_that_is_extended_says_both_learning_rates(whole, data_dir, tmp_path):
+    shutil.copytree(whole[1], tmp_path / "run")
+    line = flags(data_dir=data_dir, out_dir="run", steps=120, warmup_steps=2, resume=True)
+    code, out, _ = train(line, tmp_path, kill_after=13)
+    new = TrainConfig(steps=120, warmup_steps=2, learning_rate=0.01)
+    rates = learning_rate(12, new), learning_rate(12, replace(new, steps=12))
+    assert rates == (pytest.approx(0.0098, rel=0.02), pytest.approx(0.001))
+    assert f"the learning rate is {rates[0]:.2e}, it was {rates[1]:.2e}" in out
+    assert records(tmp_path / "run", "learning_rate")[13] == rates[0]
+
+
 def test_as_many_checkpoints_as_asked_for_are_kept(data_dir, tmp_path):
     out_dir = run(tmp_path, data_dir, save_every=1, keep=3)
     names = sorted(path.name for path in out_dir.glob("*.pt*"))
@@ -557,6 +605,62 @@ def test_a_cpu_does_without_what_gains_nothing(monkeypatch, tmp_path, cpu, nano,
         assert "flash" not in off("--model", model, "--bf16", "--seq-len=513")
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor : 0\nmodel name : Xeon 8 @ 2 GHz\n" * 2, "Xeon 8 @ 2 GHz, "),
+        ("CPU implementer : 0x41\nCPU part : 0xd0c\n" * 4, "0x41 0xd0c, "),
+        ("CPU part : 0xd03\n\nCPU part\t: 0xd09\n", "0xd03 0xd09, "),
+    ],
+)
+def test_a_processor_has_a_name(tmp_path, text, name):
+    (tmp_path / "cpuinfo").write_text(text)
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert cpu_name(tmp_path / "cpuinfo") == name + capability
+    assert len(cpu_name(tmp_path / "none")) > len(capability) + 2
+
+
+HOSTILE_NAMES = ["$(touch x)", '"; touch x; "', "a`touch x`", "it's", "two words\nand a line", "-C"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such names")
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_the_programs_folder_may_have_any_name(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    git = ["git", "-C", Path(name).absolute()]
+    subprocess.run([*git, "init", "-q"], check=True)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, *who, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    monkeypatch.setattr(device, "__file__", str(Path(name, "support", "device.py")))
+    assert re.fullmatch("[0-9a-f]{40}", train_gpt2.environment(torch.device("cpu"), 1)["commit"])
+    assert os.listdir() == [name]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script stands in for git")
+@pytest.mark.parametrize(
+    "script", [None, "exit 1", "/bin/sleep 60", "printf '\\377'", "no program"]
+)
+def test_a_git_that_does_not_answer_costs_nothing(tmp_path, script, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script:
+        head = "" if script == "no program" else "#!/bin/sh\n"
+        (tmp_path / "git").write_text(f"{head}{script}\n")
+        (tmp_path / "git").chmod(0o755)
+    start = time.monotonic()
+    assert train_gpt2.environment(torch.device("cpu"), 1)["commit"] == ""
+    assert time.monotonic() - start < 10
+
+
+def test_no_program_asks_a_shell():
+    for path in [
+        p for folder in ("", "benchmarks/", "support/") for p in ROOT.glob(f"{folder}*.py")
+    ]:
+        assert not re.search(
+            r"shell=True|getstatusoutput|getoutput|os\.system|popen\(", path.read_text()
+        )
+
+
 def test_the_sizes_have_gpt3s_learning_rates():
     rates = [parse_args(["--model", name], "cuda")[0].learning_rate for name in SHAPES][:4]
     assert rates == [6e-4, 3e-4, 2.5e-4, 2e-4]
@@ -592,7 +696,7 @@ def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, cap
     before = sorted(path.stat().st_mtime_ns for path in out_dir.iterdir())
     capsys.readouterr()
     assert train_gpt2.main([*line, "--sample-only"]) == 0
-    assert capsys.readouterr().out == records(out_dir, "sample")[12] + "\n"
+    assert capsys.readouterr().out == printable(records(out_dir, "sample")[12]) + "\n"
     assert train_gpt2.main([*line, "--eval-only", "--eval-tokens=512"]) == 0
     out = capsys.readouterr().out
     loss = records(out_dir, "val_loss")[12]
@@ -610,7 +714,7 @@ def test_an_exported_run_is_the_same_network_in_transformers(data_dir, tmp_path,
     assert {*os.listdir()} == {"run", "hf", "hf.tmp", "rank0.out", "rank0.err"}
     oracle = transformers.AutoModelForCausalLM.from_pretrained("hf").eval()
     assert oracle.config.eos_token_id == 256
-    saved = read_checkpoint(train_gpt2.checkpoints(out_dir)[0])
+    saved = read_checkpoint(checkpoints(out_dir)[0])
     shape = {f.name: saved["identity"][f.name] for f in fields(GPTConfig)}
     model = GPT(GPTConfig(**shape))
     model.load_state_dict(saved["model"])
@@ -736,13 +840,14 @@ def test_choices_are_those_of_an_independent_scoring(tmp_path):
         choices.append(best["acc"])
         for name in right:
             right[name].append(best[name] == question["label"])
-    examples, source = dataloader.read_examples(path), read_source(tmp_path / "hf")
+    examples, source = read_examples(path), train_gpt2.find_source(str(tmp_path / "hf"))
     model = GPT(source.shape)
     model.load_state_dict(source.weights(source.shape))
     config, world = TrainConfig(bf16=False, warmup_steps=1), train_gpt2.find_world({}, 0)
-    ours = train_gpt2.choice_losses(model, examples, range(500), config, world)
+    cast = partial(train_gpt2.autocast, config, world.device)
+    ours = choice_losses(model, examples, range(500), world.device, cast, world.note)
     assert [losses.argmin() for losses in ours] == choices
-    shares = train_gpt2.answer(model, examples, train_gpt2.codec("bytes"), config, world)
+    shares = train_gpt2.answer(model, examples, "bytes", config, world)
     assert shares == {name: pytest.approx(np.mean(values)) for name, values in right.items()}
     assert len({*shares.values()}) > 1
 
@@ -775,7 +880,7 @@ def test_dropout_differs_by_step_rank_and_seed_and_spares_validation(whole, data
 
 def test_a_run_goes_on_from_the_weights_of_another(whole, data_dir, tmp_path):
     """From its folder, or from one checkpoint: the first validation is the other's last."""
-    for source in (whole[1], train_gpt2.checkpoints(whole[1])[0]):
+    for source in (whole[1], checkpoints(whole[1])[0]):
         line = flags(data_dir=data_dir, out_dir="run", init_from=source, model=None, steps=2,
                      warmup_steps=1, n_layer=None, n_head=None, n_embd=None)  # fmt: skip
         code, _, err = train([*line, "--no-bf16"], tmp_path / source.name)
@@ -894,7 +999,7 @@ def test_a_damaged_shard_is_refused_before_training(layout, damage, tmp_path):
     shard.write_bytes(DAMAGES[damage](shard.read_bytes()))
     config = TrainConfig(model="gpt2", data_dir=str(tmp_path / "data"), seq_len=64, warmup_steps=1)
     with pytest.raises((ValueError, OSError)) as refused:
-        train_gpt2.open_data(config)
+        train_gpt2.open_data(config, None)
     assert str(shard) in str(refused.value) or "--seq-len" in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -974,7 +1079,7 @@ def with_weights(vocab_size: int = 257, **changes):
 
 
 def flipped(out_dir: Path) -> Path:
-    path = train_gpt2.checkpoints(out_dir)[0]
+    path = checkpoints(out_dir)[0]
     flip_a_bit(path)
     return path
 
@@ -1139,6 +1244,154 @@ def test_a_mistake_is_one_line(name, data_dir, used, tmp_path, monkeypatch, caps
     out, err = capsys.readouterr()
     assert re.fullmatch(rf"train_gpt2.py: error: .*{message}.*\n", err), err
     assert out == "" and snapshot(tmp_path) == before
+
+
+HOSTILE = [
+    *("", " ", "-", "--", "---", "-1", "-0", "-0.0", "0", "1e400", "-1e400", "nan", "-nan", "inf"),
+    *("1" * 40, "-" + "9" * 40, "9" * 5000, "1e-46", "1e30", "0x10", "1_0", "٣", "½", "None", "="),
+    *("True", "\0", "a\0b", "\x1b[31m\x9b", "\udcff", "\n", "a\nb", "../..", "a" * 5000, "🙂"),
+    *("$(touch x)", "%s%n", "/dev/null", "--seed", str(2**31), str(2**63), str(2**64)),
+]  # fmt: skip
+
+
+def refused(line: list[str], capsys) -> str:
+    """The one line with which a command line is refused, and nothing left behind."""
+    assert train_gpt2.main(line) == 2, line
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(r"train_gpt2.py: error: [^\x00-\x1f\x7f-\x9f]+\n", err), (
+        line,
+        err,
+    )
+    assert len(err) <= 301 and not os.listdir(), line
+    return err
+
+
+NAMES = [f.name for f in fields(TrainConfig)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_value_of_a_flag_is_a_traceback(name, tmp_path, monkeypatch, capsys):
+    """Each one is refused, or taken: of some of these the folder that is not there is refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rng, taken = np.random.default_rng(NAMES.index(name)), []
+    for i, text in enumerate(HOSTILE):
+        line = [f"{train_gpt2.spell(name)}={text}"]
+        line = line if i % 4 else [train_gpt2.spell(name), text]
+        if i % 3 == 0:  # with another one
+            line.append(f"{train_gpt2.spell(str(rng.choice(NAMES)))}={rng.choice(HOSTILE)}")
+        try:
+            config, given = parse_args(line, "cpu")
+            taken.append([*line, "--data-dir", "nowhere"])
+            assert isinstance(config, TrainConfig) and name in given
+        except (ValueError, OSError):
+            refused(line, capsys)
+    for line in taken[::8]:
+        refused(line, capsys)
+    assert "-- ends the flags, and is no value" in refused([f"{train_gpt2.spell(name)}=--"], capsys)
+
+
+def test_the_largest_numbers_train(data_dir, tmp_path):
+    names = [
+        "steps",
+        "eval_tokens",
+        "check_every",
+        "save_every",
+        "eval_every",
+        "timeout_s",
+        "top_k",
+    ]
+    names += ["sample_every", "hellaswag_every", "loss_chunk_tokens", "skip_nonfinite"]
+    most = {name: 2**31 - 1 for name in names} | {"seed": 2**64 - 1, "temperature": 1e308}
+    asked = {"hellaswag": questions(tmp_path), "grad_clip": 1e308, "warmup_steps": 2**31 - 2}
+    line = flags(data_dir=data_dir, out_dir="run", **most, **asked)
+    code, _, err = train(line, tmp_path, kill_after=2)
+    assert code not in range(8) and err == "" and list(losses(tmp_path / "run")) == [1, 2]
+
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_no_rank_is_a_traceback(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plain = dict(zip(RANKS, ("0", "0", "1", "1", "1"), strict=True))
+    for key, value in plain.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2" if name == "MASTER_PORT" else "1")
+    for text in HOSTILE:
+        if "\0" not in text and (name != "MASTER_PORT" or text not in ("0", "-0", "1_0", "٣")):
+            monkeypatch.setenv(name, text)
+            err = refused(["--data-dir", "nowhere"], capsys)
+            assert name in err or "nowhere" in err
+    for num_gpus in (0, 1):
+        with pytest.raises(ValueError, match="LOCAL_RANK|WORLD_SIZE is"):
+            find_world({**plain, "LOCAL_RANK": "1" if num_gpus else "1e30"}, num_gpus)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+@pytest.mark.parametrize(("name", "make"), [
+    *itertools.product(["hellaswag", "data_dir", "init_from"], ["mkfifo", "mkdir"]),
+    ("out_dir", "mkfifo"),
+])  # fmt: skip
+def test_a_pipe_or_an_empty_folder_is_refused(name, make, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    getattr(os, make)("odd")
+    changes = {"data_dir": data_dir, "out_dir": "new", name: "odd"}
+    model = {} if name != "init_from" else dict.fromkeys(("model", "n_layer", "n_head", "n_embd"))
+    assert train_gpt2.main(flags(**changes | model)) == 2
+    assert re.fullmatch("train_gpt2.py: error: .*odd.*\n", capsys.readouterr().err)
+    assert os.listdir() == ["odd"]
+
+
+def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("002", "3\u00b2", "4x", "9" * 30):
+        Path("out", name).mkdir(parents=True)
+    assert train_gpt2.choose_out_dir(TrainConfig(warmup_steps=1)) == Path("out", "003")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links and pipes of POSIX")
+@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a pipe", "a folder"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_log_that_is_elsewhere_is_refused(kind, resume, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("mine").write_text("mine\n")
+    log = Path("run/log.jsonl")
+    if "link" in kind:
+        log.symlink_to("../nothing" if "nothing" in kind else "../mine")
+    else:
+        os.mkfifo(log) if kind == "a pipe" else log.mkdir()
+    assert train_gpt2.main(flags(data_dir=data_dir, out_dir="run", resume=resume)) == 2
+    assert re.fullmatch(
+        "train_gpt2.py: error: .*run.*(log.jsonl is|add --resume).*\n", capsys.readouterr().err
+    )
+    assert sorted(os.listdir()) == ["mine", "run"] and os.listdir("run") == ["log.jsonl"]
+    assert Path("mine").read_text() == "mine\n"
+
+
+def test_a_terminal_obeys_no_text(capsys, monkeypatch):
+    train_gpt2.show("\x1b[31mred\x9b2J\r\n\tünï\x07\x7f\0")
+    assert capsys.readouterr().out == "\\x1b[31mred\\x9b2J\\r\n\tünï\\x07\\x7f\\x00\n"
+    assert train_gpt2.fail(2, "a\nb \x1b[2J\u202e\U00018cd6" + "x" * 500 + "; cure", True) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("train_gpt2.py: a b \\x1b[2J\\u202e\\U00018cd6x") and err.endswith(
+        "; cure\n"
+    )
+    assert len(err) == 301 and " ... " in err
+
+
+@pytest.mark.slow
+def test_without_docstrings_and_asserts_it_trains_and_refuses(data_dir, tmp_path):
+    program = [sys.executable, "-OO", ROOT / "train_gpt2.py"]
+    subprocess.run([*program[:2], ROOT / "prepare_data.py", "--help"], check=True)
+    for line, code in ((flags(data_dir=data_dir, out_dir="run", steps=3), 0), (["--help"], 0),
+                       ([b"--prompt=\xff"], 2), (["--steps=--"], 2)):  # fmt: skip
+        done = subprocess.run([*program, *line], cwd=tmp_path, capture_output=True)
+        assert done.returncode == code, done.stderr
+        assert len(done.stderr.splitlines()) == bool(code)
 
 
 @pytest.mark.slow

@@ -1,0 +1,75 @@
+"""A dataclass as a command line: each field is a flag, with its default, limits and help; mistakes
+are ValueErrors of one line with the cure. Knows no flag by name."""
+
+import argparse
+import difflib
+import math
+import re
+import sys
+from argparse import BooleanOptionalAction
+from collections.abc import Callable
+from dataclasses import field, fields
+
+
+def flag(default, help: str, least: float = -math.inf, most: float | None = None, choices=None):
+    most = most or (2**31 - 1 if type(default) is int else sys.float_info.max)
+    limits = {"least": least, "most": most, "choices": choices}
+    return field(default=default, metadata={"help": help} | limits)
+
+
+def spell(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_limits(config):
+    """ValueError if a flag of config is beyond what it may be."""
+    for f in fields(config):
+        value, least, most = getattr(config, f.name), f.metadata["least"], f.metadata["most"]
+        if isinstance(value, int | float) and not least <= value <= most:
+            limit = f" and at most {most}" if most < sys.float_info.max else ""
+            why = f"must be a number of at least {least}{limit}"
+            raise ValueError(f"{spell(f.name)} {value} {why}")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{spell(f.name)} holds a NUL, which no name does")
+
+
+def check_types(kind: type, found: dict) -> dict:
+    """Those of found, as another run has recorded them, that kind has; ValueError if one is of
+    another type, or none of the choices."""
+    known = {f.name: found[f.name] for f in fields(kind) if f.name in found}
+    for f in fields(kind):
+        value, choices = known.get(f.name, f.default), f.metadata["choices"]
+        if type(value) is not f.type or (choices and value not in choices):
+            raise ValueError(f"its flags have {spell(f.name)} {value!s:.40}")
+    return known
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a mistake as every other one of this program is: ValueError, one line, the cure."""
+
+    def error(self, message: str):
+        unknown = re.search(r"unrecognized arguments: (--\S+)", message)
+        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise ValueError(f"{message}; {hint}")
+
+
+def make_parser(kind: type, description: str, default_text: Callable) -> OneLineParser:
+    """default_text says a default in words, from a flag's name and its value."""
+    parser = OneLineParser(description=description, allow_abbrev=False)
+    for f in fields(kind):
+        how = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        how |= {"choices": list(f.metadata["choices"])} if f.metadata["choices"] else {}
+        text = f"{f.metadata['help']} (default: {default_text(f.name, f.default)})"
+        parser.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **how)
+    return parser
+
+
+def parse(parser: OneLineParser, argv: list[str]) -> dict:
+    """The flags that a command line gives. Takes nanoGPT's spelling too: --batch_tokens=4096
+    --compile=False."""
+    if wrong := [arg for arg in argv if re.fullmatch(r"--[\w-]+=--", arg)]:
+        raise ValueError(f"{wrong[0]}: -- ends the flags, and is no value")  # argparse drops it
+    plain = [re.sub(r"^--[\w-]+", lambda m: m[0].replace("_", "-"), arg) for arg in argv]
+    plain = [re.sub(r"^--([\w-]+)=False$", r"--no-\1", arg) for arg in plain]
+    return vars(parser.parse_args([re.sub(r"^(--[^=]+)=True$", r"\1", arg) for arg in plain]))

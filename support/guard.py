@@ -1,0 +1,129 @@
+"""How a run ends: signals that save first, the watchdog, exit codes, one line for each error.
+
+Exit codes: 0 done; 2 a mistake of the user; 3 stopped by a signal after saving; 4 numbers that are
+not finite, or ranks that differ; 5 no progress, or a rank or torchrun lost; 6 the disk; 7 no good
+checkpoint; 130 stopped before anything could be saved.
+"""
+
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Signals:
+    """SIGINT, SIGTERM and SIGUSR1 since the start. Once there are steps to save, the first one ends
+    the run after its step; before, and a second one, at once."""
+
+    times: list[float] = field(default_factory=list)
+    save_first: bool = False
+
+
+@contextmanager
+def stop_signals(is_main: bool) -> Iterator[Signals]:
+    """Note the signals that come inside. A second one counts when it comes two seconds after the
+    first: torchrun passes on to its ranks what the terminal has already sent them. A terminal that
+    closes stops nothing, but torchrun, which passes that on too and then kills its ranks."""
+    signals, is_torchrun = Signals(), "TORCHELASTIC_RUN_ID" in os.environ
+
+    def note(number, frame):
+        times = signals.times
+        times.append(time.monotonic())
+        if not signals.save_first or times[-1] - times[0] > 2:
+            raise KeyboardInterrupt  # Python ignores it in a destructor: hence the list
+        if is_main and len(times) == 1:
+            with suppress(OSError):  # not by print, which the signal may have interrupted
+                os.write(2, b"train_gpt2.py: finishing this step and saving it; again: end now\n")
+
+    handlers = dict.fromkeys(("SIGINT", "SIGTERM", "SIGUSR1"), note) | {
+        "SIGHUP": note if is_torchrun else signal.SIG_IGN
+    }
+    here = {getattr(signal, n): h for n, h in handlers.items() if hasattr(signal, n)}  # not Windows
+    before = {number: signal.signal(number, handler) for number, handler in here.items()}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Watchdog(threading.Thread):
+    """Ends the process with exit code 5 when nothing has happened for timeout_s, and says where.
+    Among several ranks already GRACE_S after a signal, which a rank that waits for another one
+    can't act on, and when torchrun has died, whose ranks would go on for ever. Seconds are counted,
+    not read from a clock, so that a process that was stopped and continued is not late."""
+
+    GRACE_S = 20  # torchrun's is 30
+
+    def __init__(self, timeout_s: int, rank: int, num_ranks: int, torchrun: int | None):
+        super().__init__(daemon=True)
+        self.timeout_s, self.ended = timeout_s or math.inf, threading.Event()
+        self.rank, self.num_ranks, self.torchrun = rank, num_ranks, torchrun
+        self.signals, self.wakeup = socket.socketpair()
+        self.signals.setblocking(False)
+        self.wakeup.setblocking(False)
+        self.note("the start")
+
+    def note(self, phase: str):
+        self.phase, self.idle_s = phase, 0
+
+    def __enter__(self):
+        signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        signal.set_wakeup_fd(-1)
+        self.ended.set()
+        self.join()
+        self.signals.close()
+        self.wakeup.close()
+
+    def run(self):
+        limit_s, why = self.timeout_s, "(--timeout-s)"
+        while not self.ended.wait(1):
+            self.idle_s += 1
+            with suppress(BlockingIOError):
+                if self.signals.recv(1) and self.num_ranks > 1:
+                    limit_s, why, self.idle_s = self.GRACE_S, "after a signal", 0
+            if self.idle_s > (self.timeout_s if self.phase.startswith("a save") else limit_s):
+                self.end(f"no progress for {self.idle_s} s {why} in {self.phase}")
+            if self.torchrun and os.getppid() != self.torchrun:
+                self.end(f"torchrun has died in {self.phase}")
+
+    def end(self, why: str):
+        try:
+            fail(5, f"error: rank {self.rank}: {why}; --resume goes on", True)
+            sys.stderr.flush()
+        finally:  # also if nobody can be told
+            os._exit(5)
+
+
+def explained(error: Exception) -> tuple[int, str]:
+    """The exit code and the words for what PyTorch reports as a RuntimeError, if it is known."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "t allocate memory" in str(error):
+        cure = "lower --micro-batch-size, or add --recompute"
+        return 2, f"error: a step does not fit the memory: {cure}: {error}"
+    if re.search("gloo|NCCL|peer", str(error)):
+        return 5, f"error: lost another rank: {error!s:.300}"
+    raise error
+
+
+def fail(code: int, why: str, is_main: bool) -> int:
+    """Say why on one line of at most 300 characters, whose end has the cure, from one rank, and
+    return the exit code. What is not to be seen, or turns the line round, is escaped."""
+    line = " ".join(["train_gpt2.py:", *why.split()])
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    if is_main:
+        print(line if len(line) <= 300 else f"{line[:180]} ... {line[-115:]}", file=sys.stderr)
+    return code

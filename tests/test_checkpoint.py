@@ -1,0 +1,241 @@
+"""Tests ../support/checkpoint.py: no damage and no lie of a checkpoint is believed."""
+
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import state_of
+
+from model import GPT, GPTConfig
+from support.checkpoint import (
+    PARTS,
+    checkpoints,
+    digest,
+    is_good,
+    load_archive,
+    newest_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
+
+OTHERS = [
+    *(None, True, -1, 0.5, 2**70, 1e999, float("nan"), "x", [], [1], {}, {"a": 1}, {1: 1.0}),
+    *(torch.zeros(2), [torch.zeros(2)], {"a": {"b": {}}}, {0: {"step": torch.zeros(())}}),
+]
+
+
+def flips(content: bytes, places: range):
+    """content with one bit changed, each of the bits in places."""
+    for place in places:
+        changed = bytearray(content)
+        changed[place // 8] ^= 1 << place % 8
+        yield place, bytes(changed)
+
+
+def written(folder: Path, saved: dict, name: str = "checkpoint_000007.pt") -> Path:
+    """saved as an attacker would write it, with a digest that fits."""
+    torch.save(saved | {"digest": digest(saved)}, folder / name)
+    return folder / name
+
+
+def check_flips(path: Path, places: range) -> int:
+    """How many of these flips are loaded. Each of those loads what was written, and none of the
+    others counts as good in a rotation."""
+    whole, expected, loaded = path.read_bytes(), digest(read_checkpoint(path)), 0
+    for place, content in flips(whole, places):
+        path.write_bytes(content)
+        try:
+            saved = read_checkpoint(path)
+        except ValueError as error:
+            assert len(str(error).splitlines()) == 1
+            assert not is_good(path), place
+        else:
+            loaded += 1
+            assert digest(saved) == expected == saved["digest"] and is_good(path), place
+    path.write_bytes(whole)
+    return loaded
+
+
+def test_a_flipped_bit_in_the_directory_of_a_checkpoint_is_loaded_equal_or_refused(tmp_path):
+    """PyTorch skips a part that this directory calls a folder, and leaves memory as it was."""
+    path = save_checkpoint(tmp_path, state_of(7, optimizer={}), keep=2)
+    start = path.read_bytes().index(b"PK\1\2")
+    places = range(8 * start, 8 * path.stat().st_size, 3)
+    assert 0 < check_flips(path, places) < len(places) / 3
+
+
+@pytest.mark.slow
+def test_every_flipped_bit_of_a_checkpoint_is_loaded_equal_or_refused(tmp_path, capsys):
+    path = save_checkpoint(tmp_path, state_of(7, optimizer={}), keep=2)
+    num_bits = 8 * path.stat().st_size
+    loaded = check_flips(path, range(num_bits))
+    with capsys.disabled():
+        print(f"\n{num_bits:,} flips: {loaded:,} loaded, all equal")
+    assert 0 < loaded < num_bits
+
+
+def lies(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors that a file may hold in the place of this one."""
+    wide = torch.zeros(1)
+    return {
+        "of 3 numbers": torch.zeros(3), "scalar": torch.zeros(()), "empty": torch.zeros(0),
+        "a row short": tensor.detach()[:-1].clone() if tensor.dim() else torch.zeros(2),
+        "expanded": wide.expand(tensor.shape if tensor.dim() else (3,)),
+        "endless": wide.expand(1 << 40), "transposed": torch.zeros(3, 5).t(),
+        "double": tensor.detach().double(), "half": tensor.detach().half(),
+        "whole": torch.zeros(tensor.shape, dtype=torch.int64),
+        "complex": torch.zeros(tensor.shape, dtype=torch.complex64),
+        "float8": torch.zeros(tensor.shape).to(torch.float8_e4m3fn),
+        "sparse": torch.zeros(3, 3).to_sparse(), "meta": torch.zeros(tensor.shape, device="meta"),
+        "a parameter": torch.nn.Parameter(tensor.detach().clone()),
+        "nan": torch.full(tensor.shape, torch.nan), "not a tensor": 1.0,
+    }  # fmt: skip
+
+
+def step_with(path: Path):
+    """What a resumed run does with a checkpoint: load it, and update the weights."""
+    saved = read_checkpoint(path)
+    model = GPT(GPTConfig(4, 2, 1, 1, 4, False))
+    decayed, others = model.decay_groups()
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], fused=True)
+    model.load_state_dict(saved["model"])
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
+    model(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)).backward()
+    optimizer.step()
+
+
+def in_child(action, *args) -> int:
+    """0 if action came to its end, 1 if it raised ValueError, 2 for anything else, below 0 if a
+    signal killed it."""
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        code = 2
+        try:
+            action(*args)
+            code = 0
+        except ValueError:
+            code = 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="fork is POSIX's")
+@pytest.mark.filterwarnings("ignore")  # of sparse tensors
+def test_a_tensor_that_does_not_fit_its_parameter_is_refused_before_it_is_used(tmp_path):
+    """The fused AdamW would write past the end of it. Each lie in each place, in a process."""
+    plain = state_of(7)
+    places = [("model", name) for name in plain["model"]]
+    places += [("optimizer", i, n) for i in plain["optimizer"] for n in plain["optimizer"][i]]
+    torch.set_num_threads(1)  # a process that has forked has no other threads
+    assert in_child(step_with, written(tmp_path, plain)) == 0
+    cases = 0
+    for place in places[::3]:
+        saved = plain | {place[0]: dict(plain[place[0]])}
+        entry = saved[place[0]]
+        for name in place[1:-1]:
+            entry[name] = entry = dict(entry[name])
+        for kind, tensor in lies(entry[place[-1]]).items():
+            entry[place[-1]] = tensor
+            try:
+                path = written(tmp_path, saved)
+            except (RuntimeError, NotImplementedError):  # no digest of it, so an older version's
+                path = tmp_path / "checkpoint_000007.pt"
+                torch.save(saved, path)
+            assert in_child(step_with, path) == 1, (place, kind)
+            cases += 1
+    assert cases > 300
+
+
+def test_a_part_of_another_type_is_refused_in_one_line(tmp_path):
+    """Each part, and each entry of those that are dicts, is replaced by each other thing."""
+    plain, cases = state_of(7), 0
+    assert read_checkpoint(written(tmp_path, plain))
+    for name in [*PARTS, "digest"]:
+        inner = plain.get(name)
+        names = list(inner)[:2] if isinstance(inner, dict) else []
+        for other in OTHERS:
+            changes = [{name: other}, *({name: inner | {n: other}} for n in names)]
+            for saved in (plain | change for change in changes):
+                torch.save({"digest": digest(plain)} | saved, tmp_path / "checkpoint_000007.pt")
+                cases += 1
+                try:
+                    read_checkpoint(tmp_path / "checkpoint_000007.pt")
+                except ValueError as error:
+                    assert len(str(error).splitlines()) == 1
+                else:
+                    assert saved == plain or digest(saved) == digest(plain)
+    assert cases > 200
+
+
+def test_a_checkpoint_without_a_digest_is_loaded(tmp_path):
+    saved = state_of(7)
+    del saved["val_losses"], saved["scaler"]
+    torch.save(saved, tmp_path / "checkpoint_000007.pt")
+    assert "digest" not in read_checkpoint(tmp_path / "checkpoint_000007.pt")
+
+
+def test_names_that_only_look_like_checkpoints_are_none(tmp_path):
+    numbers = ("\u00b2", "7", "", "0000007", "\u0660" * 5 + "\u0661", "9" * 99, "-00001", "1e0005")
+    for name in (f"checkpoint_{number}.pt" for number in numbers):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "checkpoint_000003.pt").mkdir()
+    assert not checkpoints(tmp_path)
+    path = save_checkpoint(tmp_path, state_of(1234567, optimizer={}), keep=2)
+    assert checkpoints(tmp_path) == [path]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_looked_for_is_skipped(tmp_path):
+    """As by the rotation of a run that goes on: the next one, which is newer, is taken."""
+    save_checkpoint(tmp_path, state_of(1), keep=2)
+    told = []
+
+    def gather(value):
+        if value == [tmp_path / "checkpoint_000001.pt"]:  # after the list was made
+            save_checkpoint(tmp_path, state_of(2), keep=2)
+            value[0].unlink()
+        return [value]
+
+    path, saved = newest_checkpoint(tmp_path, told.append, gather)
+    assert path.name == "checkpoint_000002.pt" and saved["step"] == 2
+    assert len(told) == 1 and "No such file" in told[0] and "damaged" not in told[0]
+
+
+def test_ranks_take_the_newest_checkpoint_that_all_of_them_can_read(tmp_path):
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, state_of(step), keep=3)
+    told = []
+
+    def gather(value):
+        """The other rank can't read step 3, and has another step 2."""
+        if isinstance(value, list):
+            return [value, value]
+        reads = len(told)
+        return [value, [(None, "it is damaged there"), ("other", ""), value][reads]]
+
+    path, _ = newest_checkpoint(tmp_path, told.append, gather)
+    assert path.name == "checkpoint_000001.pt"
+    assert [text.split(";")[0].split("/")[-1] for text in told] == [
+        "it is damaged there", "checkpoint_000002.pt is not the same on all ranks"]  # fmt: skip
+
+
+def test_an_archive_takes_no_more_memory_than_its_file(tmp_path):
+    """Packed, or with one part under many names."""
+    path = tmp_path / "bomb.pt"
+    torch.save({"model": torch.zeros(1000)}, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    for how in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
+        with zipfile.ZipFile(path, "w", how) as archive:
+            for name, content in parts.items():
+                archive.writestr(name, content)
+        with pytest.raises(ValueError, match="torch.save did not write"):
+            load_archive(path)
+    torch.save({"model": bytearray(1000)}, path)
+    with pytest.raises(ValueError, match="more than tensors"):
+        load_archive(path)
