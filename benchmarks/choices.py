@@ -4,7 +4,7 @@
     python benchmarks/choices.py --examples 10042         # as many as HellaSwag has, on a GPU
 
 Questions of random tokens, as long as HellaSwag's are about (a context of 20 to 100 tokens, four
-endings of 5 to 40), go through train_gpt2.choice_losses; then through the same network go batches
+endings of 5 to 40), go through support/questions.py; then through the same network go batches
 of the same shapes, with all their logits. Both in alternation; the ratio is that of the medians.
 Writes benchmarks/results/choices-<device>-<date>.json.
 """
@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,8 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
-from dataloader import Example
 from model import GPT, SHAPES
+from support.questions import Example, choice_losses
 
 
 def random_examples(count: int, vocab_size: int) -> list[Example]:
@@ -59,7 +60,9 @@ def measure(num_examples: int, rounds: int) -> dict:
     shapes, features = [], model.features
 
     def ask():
-        train_gpt2.choice_losses(model, examples, range(num_examples), config, world)
+        cast = partial(train_gpt2.autocast, config, world.device)
+        mine = range(num_examples)
+        choice_losses(model, examples, mine, world.device, cast, world.note)
 
     def noted(idx):
         shapes.append(idx.shape)
@@ -81,7 +84,7 @@ def measure(num_examples: int, rounds: int) -> dict:
         "examples": num_examples, "bf16": config.bf16, "questions_and_forward_s": pairs,
         "padded_tokens": sum(shape.numel() for shape in shapes),
         "examples_per_s": num_examples / questions, "ratio": questions / passes,
-        "environment": machine.environment(train_gpt2.environment(world)),
+        "environment": machine.environment(train_gpt2.environment(world.device, world.size)),
     }  # fmt: skip
 
 

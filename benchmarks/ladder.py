@@ -42,7 +42,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import machine
 
 TRAIN = machine.REPO / "train_gpt2.py"
-README = machine.REPO / "README.md"
+README = machine.REPO / "benchmarks" / "README.md"
 MARKS = "<!-- ladder -->", "<!-- end of ladder -->"
 LEFT_OUT = 3  # steps at the start of a process, in which memory and caches fill
 BUSY = 0.1  # share of the machine that may be used by others before a run
@@ -571,14 +571,14 @@ def draw(content: dict, path: Path):
 
 
 def with_block(text: str, contents: dict[str, dict]) -> str:
-    """A README with the tables of these results, by file name, between its marks."""
+    """benchmarks/README.md with the tables of these results, by file name, between its marks."""
     blocks = [report(content, name) for name, content in contents.items()]
     if all(content["environment"]["device"] != "cuda" for content in contents.values()):
         blocks.insert(0, "**GPT-2 124M on a GPU**: not measured yet.")
     before, _, rest = text.partition(MARKS[0])
     _, mark, after = rest.partition(MARKS[1])
     if not mark:
-        raise ValueError(f"the README has no {MARKS[0]} and {MARKS[1]}")
+        raise ValueError(f"{README.name} has no {MARKS[0]} and {MARKS[1]}")
     return "\n\n".join([before + MARKS[0], *blocks, mark + after])
 
 
@@ -602,7 +602,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--leave-one-out", action="store_true", help="everything on, one off")
     add("--resume", action="store_true", help="go on with the newest unfinished one of these flags")
     add("--compare", nargs=2, type=Path, metavar="JSON", help="print two results side by side")
-    add("--readme", nargs="+", type=Path, metavar="JSON", help="put their tables into the README")
+    add(
+        "--readme",
+        nargs="+",
+        type=Path,
+        metavar="JSON",
+        help="put their tables into benchmarks/README.md",
+    )
     return parser
 
 
