@@ -5,25 +5,14 @@ A shard is a file of uint16 tokens, little-endian, in one of three layouts, told
            writes, and what others published for llm.c and modded-nanogpt
     .npy   a numpy array of one dimension: build-nanogpt's
     .bin   the tokens alone, in files called train.bin and val.bin: nanoGPT's
-
-A folder of shards may hold manifest.json: what prepare_data.py knew when it wrote them, and the
-CRC-32 of each 32 KiB of tokens, which every reading is checked against. It holds a CRC-32 of its
-own, "crc32": whoever changes a manifest by hand takes that out.
 """
 
-import hashlib
-import json
-import os
-import re
-import reprlib
-import tempfile
 import warnings
 import zlib
-from base64 import b64decode
 from bisect import bisect_right
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -35,26 +24,8 @@ HEADER_BYTES = 1024
 TOKEN = np.dtype("<u2")
 CHUNK = 16384  # tokens with one CRC-32: 6 us to check, 33 kB in the manifest for 100M tokens
 SAMPLES = 64  # of a shard without CRCs
-MANIFEST = "manifest.json"
 PREPARE = "prepare_data.py"
-VOCAB_URLS = [  # GPT-2's vocabulary, where tiktoken gets it from
-    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-    for name in ("vocab.bpe", "encoder.json")
-]
 VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # <|endoftext|> is the last id of both
-
-
-def vocab_files() -> list[Path]:
-    """Where tiktoken keeps GPT-2's two vocabulary files: under the SHA-1 of their address."""
-    default = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR", default)
-    return [Path(cache, hashlib.sha1(url.encode()).hexdigest()) for url in VOCAB_URLS]
-
-
-def missing_vocab() -> list[Path]:
-    """Those that tiktoken would have to download. Asked before tiktoken is, which waits for a
-    network."""
-    return [path for path in vocab_files() if not path.exists()]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -81,15 +52,15 @@ class Shard:
         with open(self.path, "rb", buffering=0) as f:  # half the time of np.fromfile
             f.seek(self.offset + first * TOKEN.itemsize)
             content = f.read((end - first) * TOKEN.itemsize)
-        tokens = np.frombuffer(content, TOKEN, len(content) // TOKEN.itemsize)
         crcs = np.frombuffer(self.crcs, "<u4")[first // CHUNK :]
-        chunks = zip(range(0, len(tokens), CHUNK), crcs, strict=False)
-        damaged = any(zlib.crc32(tokens[i : i + CHUNK]) != crc for i, crc in chunks)
-        if damaged or len(tokens) < end - first:
+        chunks = zip(range(0, len(content), CHUNK * TOKEN.itemsize), crcs, strict=False)
+        damaged = any(zlib.crc32(content[i : i + CHUNK * TOKEN.itemsize]) != c for i, c in chunks)
+        if damaged or len(content) < (end - first) * TOKEN.itemsize:
             raise OSError(f"{self.path} is damaged: its tokens {first:,} to {end:,} are not whole")
+        tokens = np.frombuffer(content, TOKEN)
         tokens = tokens[start - first : start - first + count]
         if (largest := tokens.max(initial=0)) > self.most:  # 2 us
-            why = f"holds token {largest}, {MANIFEST} says that {self.most} is the largest"
+            why = f"holds token {largest}, manifest.json says that {self.most} is the largest"
             raise OSError(f"{self.path} {why}; prepare the data again")
         return tokens
 
@@ -160,145 +131,6 @@ def open_raw(path: Path, size: int) -> Shard:
     if tokens.view(np.uint8).all():
         raise ValueError("has no header and holds text")
     return Shard(path, 0, size // TOKEN.itemsize)
-
-
-def holds_examples(path: Path) -> bool:
-    """Whether path is a file of questions, told by its content: hellaswag_val.bin is no shard."""
-    return path.is_file() and np.fromfile(path, "<i4", 1).tolist() == [EVAL_MAGIC]
-
-
-# --------------------------------------------------------------------------------------------------
-# Folders of shards
-
-
-@dataclass(frozen=True)
-class TokenFolder:
-    """The shards of a data set, and what its manifest says of them, where it has one."""
-
-    train: list[Shard]
-    val: list[Shard]
-    tokenizer: str  # "bytes", "gpt2" or "unknown"
-    largest_id: int | None  # None: not known without reading everything
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Differs for data of other lengths, order or tokens, as the manifest's CRCs or else a
-        sample of each shard tell; a name may change."""
-        splits, all_crcs = hashlib.sha256(), all(s.crcs for s in self.train + self.val)
-        for shards in (self.train, self.val):
-            splits.update(len(shards).to_bytes(8, "little"))
-            for shard in shards:
-                splits.update(shard.num_tokens.to_bytes(8, "little"))
-                splits.update(shard.crcs if all_crcs else shard.sample())
-        return f"{'crc32' if all_crcs else 'sample'}:{splits.hexdigest()[:16]}"
-
-    def old_fingerprint(self) -> str:
-        """What checkpoints held before, without a colon: of the beginnings of training shards."""
-        begins = [(s.num_tokens, s.read(0, min(512, s.num_tokens)).tobytes()) for s in self.train]
-        return hashlib.sha256(repr(begins).encode()).hexdigest()[:16]
-
-
-# What a manifest must hold: a range of whole numbers, a pattern of text, any number of [these], or
-# fields by name; one with ? may be missing.
-CRC32, COUNT = range(1 << 32), range(1 << 53)
-NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,255}")
-BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
-ENTRY = {"name": NAME, "bytes": COUNT, "tokens": range(1, 1 << 31), "largest_id": range(1 << 16)}
-ENTRY |= {"chunk_crc32": BASE64, "sha256?": NAME}
-SPLIT = {"shards": [ENTRY], "tokens?": COUNT, "documents?": COUNT, "bytes?": COUNT, "crc32?": CRC32}
-FIELDS = {"tokenizer": {"name": NAME, "sha256?": NAME}, "train": SPLIT, "val": SPLIT}
-FIELDS |= {"input?": [COUNT], "crc32?": CRC32}
-
-
-def check_fields(value, wanted: range | re.Pattern | list | dict, where: str = ""):
-    """ValueError, with the place, unless value is as wanted."""
-    if isinstance(wanted, range):
-        fits = type(value) is int and value in wanted
-    elif isinstance(wanted, re.Pattern):
-        fits = isinstance(value, str) and wanted.fullmatch(value)
-    else:
-        fits = isinstance(value, type(wanted))
-    if not fits:
-        found = f"{value:,}" if type(value) is int else reprlib.repr(value)
-        raise ValueError(f"{where or 'its content'} is {found}")
-    if isinstance(wanted, list):
-        for i, item in enumerate(value):
-            check_fields(item, wanted[0], f"{where}[{i}]")
-    elif isinstance(wanted, dict):
-        for key, inner in wanted.items():
-            name = key.rstrip("?")
-            if name == key or name in value:
-                check_fields(value.get(name), inner, f"{where}.{name}".lstrip("."))
-
-
-def content_crc32(manifest: dict) -> int:
-    return zlib.crc32(json.dumps(manifest).encode())
-
-
-def read_manifest(folder: Path) -> dict:
-    """What folder's manifest says, each field of its type and in its range; ValueError if one is
-    not, FileNotFoundError if there is no manifest."""
-    path = folder / MANIFEST
-    try:
-        if not path.stat().st_size < 1 << 28 or not path.is_file():
-            raise ValueError("no file of less than 256 MiB")  # and a pipe would wait for ever
-        check_fields(manifest := json.loads(path.read_bytes()), FIELDS)
-        crc32 = manifest.pop("crc32", None)
-        if crc32 not in (None, content_crc32(manifest)):
-            raise ValueError("its content does not have its crc32")
-        for name in ("train", "val"):
-            check_count(manifest[name], name)
-        return manifest
-    except (ValueError, RecursionError, MemoryError) as error:
-        why = f"{type(error).__name__}: {error}"
-    raise ValueError(f"{path} is damaged ({why}); prepare the data again")
-
-
-def check_count(split: dict, name: str):
-    """ValueError if the shards of a split do not hold its tokens; of one that grows they hold less,
-    and crc32 is of the others."""
-    in_shards = sum(entry["tokens"] for entry in split["shards"])
-    more = split.setdefault("tokens", in_shards) - in_shards
-    if more < 0 or (more > 0) != ("crc32" in split):
-        raise ValueError(f"{name}.tokens is {split['tokens']:,}, its shards have {in_shards:,}")
-
-
-def open_folder(path: Path) -> TokenFolder:
-    """The shards in path, each checked by its header; OSError or ValueError if one is amiss."""
-    if not path.is_dir():
-        raise FileNotFoundError(f"--data-dir {path} is not a folder; write it with {PREPARE}")
-    if not os.path.lexists(path / MANIFEST):
-        tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT's alphabets
-        return TokenFolder(find(path, "train"), find(path, "val"), tokenizer, None)
-    return open_prepared(path, read_manifest(path))
-
-
-def open_prepared(path: Path, manifest: dict) -> TokenFolder:
-    """A folder that prepare_data.py wrote, where only what the manifest names counts."""
-    splits = [manifest[split]["shards"] for split in ("train", "val")]
-    if not all(splits):
-        raise ValueError(f"{path / MANIFEST} names no shards of one split: see {PREPARE}")
-    train, val = ([open_entry(path, entry) for entry in entries] for entries in splits)
-    largest_id = max(shard.most for shard in train + val)
-    return TokenFolder(train, val, manifest["tokenizer"]["name"], largest_id)
-
-
-def open_entry(path: Path, entry: dict) -> Shard:
-    """The shard in the folder path that this entry of its manifest is about."""
-    shard, crcs = open_shard(path / Path(entry["name"]).name), b64decode(entry["chunk_crc32"])
-    if shard.num_tokens != entry["tokens"] or len(crcs) != -(-shard.num_tokens // CHUNK) * 4:
-        why = f"{entry['tokens']:,}, with {len(crcs) // 4:,} CRCs; prepare the data again"
-        raise ValueError(f"{shard.path} holds {shard.num_tokens:,} tokens, {MANIFEST} says {why}")
-    return replace(shard, crcs=crcs, most=entry["largest_id"])
-
-
-def find(path: Path, split: str) -> list[Shard]:
-    """The shards of a folder without a manifest, by their names."""
-    files = sorted(f for f in path.glob(f"*{split}*") if f.suffix in (".bin", ".npy"))
-    files = [file for file in files if not holds_examples(file)]
-    if not files or any("train" in f.name and "val" in f.name for f in files):
-        raise FileNotFoundError(f"--data-dir {path} has no {split} shards of its own: {PREPARE}")
-    return [open_shard(file) for file in files]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ class GPTConfig:
 
     def __post_init__(self):
         for f in fields(self):
-            if type(value := getattr(self, f.name)) is not f.type or value < (f.type is int):
+            value = getattr(self, f.name)
+            if type(value) is not f.type or (f.type is int and value < 1):
                 raise ValueError(f"{f.name} {value} is not a whole number above 0")
         if self.n_embd % self.n_head:
             raise ValueError(
@@ -47,8 +48,8 @@ class GPTConfig:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the embedding: vocab_size, padded to a multiple of 64 (50257 -> 50304): matrix
-        products on a GPU are faster in tiles that divide evenly."""
+        """Rows of the embedding. Speed-up 5: vocab_size in multiples of 64 (50257 -> 50304),
+        since matrix products on a GPU are faster in tiles that divide evenly."""
         return math.ceil(self.vocab_size / 64) * 64 if self.pad_vocab else self.vocab_size
 
     @property
@@ -85,8 +86,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """The same function in one fused kernel, never holding the (T, T) weights (Dao et al. 2022). Of
-    more positions q may be the last one alone, which sees them all."""
+    """Speed-up 4: the same in one fused kernel, never holding the (T, T) weights (Dao et al. 2022).
+    Of more positions q may be the last one alone, which sees them all."""
     is_causal = q.shape[-2] > 1
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
 
@@ -209,6 +210,23 @@ class GPT(nn.Module):
                 is_branch_end = name.endswith("c_proj.weight")
                 p.normal_(std=0.02 / math.sqrt(branches if is_branch_end else 1), generator=rng)
 
+    def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters with weight decay, matrices and embeddings, and those without."""
+        params = list(self.parameters())
+        return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+
+    def num_elements(self, params: list[nn.Parameter]) -> int:
+        """The size of params, without the padded rows."""
+        wte = self.transformer.wte.weight
+        return sum((p[: self.config.vocab_size] if p is wte else p).numel() for p in params)
+
+    def flops_per_token(self) -> int:
+        """Multiplications and additions of forward and backward for one token, after Chowdhery et
+        al. 2022 (PaLM), appendix B: 6 per weight, 12 * T * C per attention layer, and none for the
+        position embedding, which is looked up."""
+        T, C = self.config.seq_len, self.config.n_embd
+        return 6 * (self.config.num_params - T * C) + self.config.n_layer * 12 * T * C
+
     def features(self, idx: Tensor, cache: dict | None = None, past: int = 0) -> Tensor:
         """What the head reads the next token from: idx (B, T) -> (B, T, C). With a cache, idx goes
         on from the past tokens whose keys and values it holds; those of idx are added to it."""
@@ -218,8 +236,8 @@ class GPT(nn.Module):
         pos = torch.arange(past, T, device=idx.device)
         x = self.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
         x = x.bfloat16() if self.bf16_residual else x
+        again = self.recompute and torch.is_grad_enabled()
         for block in self.transformer.h:
-            again = self.recompute and torch.is_grad_enabled()
             x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)
         return self.transformer.ln_f(x)
 
@@ -284,25 +302,6 @@ class GPT(nn.Module):
             idx = torch.cat([idx, new], dim=1)
             if past == self.config.seq_len:
                 cache, past, new = {}, 0, idx[:, -(self.config.seq_len // 2 or 1) :]
-
-    def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters with weight decay, matrices and embeddings, and those without."""
-        params = list(self.parameters())
-        return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
-
-    def num_elements(self, params: list[nn.Parameter]) -> int:
-        """The size of params, without the padded rows."""
-        padded = self.transformer.wte.weight[self.config.vocab_size :]
-        in_params = any(p is self.transformer.wte.weight for p in params)
-        return sum(p.numel() for p in params) - padded.numel() * in_params
-
-    def flops_per_token(self) -> int:
-        """Multiplications and additions of forward and backward for one token, after Chowdhery et
-        al. 2022 (PaLM), appendix B: 6 per weight, 12 * T * C per attention layer, and none for the
-        position embedding, which is looked up."""
-        config, wpe = self.config, self.transformer.wpe.weight
-        num_weights = sum(p.numel() for p in self.parameters()) - wpe.numel()
-        return 6 * num_weights + config.n_layer * 12 * config.seq_len * config.n_embd
 
 
 def pick(

@@ -12,7 +12,7 @@ Writes benchmarks/results/choices-<device>-<date>.json.
 import argparse
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -46,9 +46,9 @@ def seconds(function, device: torch.device) -> float:
 
 def network() -> tuple[GPT, train_gpt2.TrainConfig, train_gpt2.World]:
     """As train_gpt2.py has it on this machine."""
-    world = train_gpt2.find_world({}, torch.cuda.device_count())
-    config, given = train_gpt2.parse_args(["--model", "gpt2"], world.device.type)
-    off = train_gpt2.why_off(replace(config, compile=False), given, world.device)
+    world = train_gpt2.ranks.find_world({}, torch.cuda.device_count())
+    config, given, _ = train_gpt2.parse_args(["--model", "gpt2"], world.device.type)
+    off = train_gpt2.device.why_off(asdict(config) | {"compile": False}, given, world.device)
     config = replace(config, **{name: False for name in off} | {"compile": False})
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     return GPT(SHAPES["gpt2"], config.flash).to(world.device).eval(), config, world
@@ -84,7 +84,7 @@ def measure(num_examples: int, rounds: int) -> dict:
         "examples": num_examples, "bf16": config.bf16, "questions_and_forward_s": pairs,
         "padded_tokens": sum(shape.numel() for shape in shapes),
         "examples_per_s": num_examples / questions, "ratio": questions / passes,
-        "environment": machine.environment(train_gpt2.environment(world.device, world.size)),
+        "environment": machine.environment(train_gpt2.device.environment(world.device, world.size)),
     }  # fmt: skip
 
 

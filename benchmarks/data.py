@@ -168,7 +168,8 @@ def summarize(rounds: list[dict], workers: int) -> dict:
 
 def sparse_shards(folder: Path, manifest: bool):
     """1,000 shards of zeros that take no room on the disk."""
-    from dataloader import CHUNK, HEADER_BYTES, MANIFEST, shard_header
+    from dataloader import CHUNK, HEADER_BYTES, shard_header
+    from support.corpus import MANIFEST
 
     folder.mkdir()
     num_chunks, rest = divmod(SHARD_TOKENS, CHUNK)
@@ -179,7 +180,8 @@ def sparse_shards(folder: Path, manifest: bool):
         with open(folder / name, "wb") as f:
             f.write(shard_header(SHARD_TOKENS))
             f.truncate(HEADER_BYTES + 2 * SHARD_TOKENS)
-    entries = [{"name": name, "tokens": SHARD_TOKENS, "largest_id": 0, "chunk_crc32": crc32}
+    entries = [{"name": name, "tokens": SHARD_TOKENS, "largest_id": 0, "bytes": 0,
+                "chunk_crc32": crc32}
                for name in names]  # fmt: skip
     splits = {"val": {"shards": entries[:1]}, "train": {"shards": entries[1:]}}
     if manifest:
@@ -190,10 +192,11 @@ def sparse_shards(folder: Path, manifest: bool):
 def opening(folder: Path) -> dict[str, float]:
     """In this fresh process: opening the folder, and reading sequences of a shuffled epoch."""
     import dataloader
+    from support import corpus
 
     before = peak_kib()
     start = time.perf_counter()
-    data = dataloader.open_folder(folder)
+    data = corpus.open_folder(folder)
     loader = dataloader.ShardLoader(data.train, 64, 1024, seed=1)
     seconds = time.perf_counter() - start
     places = np.random.default_rng(0).integers(0, len(loader), 2000).tolist()
@@ -214,6 +217,7 @@ def batches(work: Path) -> dict[str, float]:
     """Million tokens per second of next_batch, B 64, T 1024, by one core, from the page cache."""
     import dataloader
     import prepare_data
+    from support import corpus
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     shards, rates = [], {}
@@ -222,7 +226,7 @@ def batches(work: Path) -> dict[str, float]:
         tokens = np.random.default_rng(n).integers(0, 50257, SHARD_TOKENS, np.uint16)
         path.write_bytes(dataloader.shard_header(SHARD_TOKENS) + tokens.tobytes())
         shards.append(dataloader.open_shard(path))
-    checked = [dataloader.open_entry(work, prepare_data.describe(shard)) for shard in shards]
+    checked = [corpus.open_entry(work, prepare_data.describe(shard)) for shard in shards]
     for name, some in (("without CRCs", shards), ("with CRCs", checked)):
         for order, seed in (("in disk order", None), ("shuffled", 1)):
             loader = dataloader.ShardLoader(some, 64, 1024, seed=seed)
@@ -251,6 +255,35 @@ def loading(work: Path, args: Namespace) -> dict:
 # --------------------------------------------------------------------------------------------------
 
 
+def block(contents: dict[str, dict]) -> str:
+    """What benchmarks/README.md shows of these results, by file name."""
+    return "\n\n".join(report(content, name) for name, content in contents.items())
+
+
+def report(content: dict, file: str) -> str:
+    env, speeds, loading = content["environment"], [], content["loading"]
+    head = f"**{machine.plain(env['device_name'])}, {env['cores']} cores**, {content['date']}"
+    for number, found in content["tokenizing"]["processes"].items():
+        row = {"processes": number}
+        for name, label in (("prepare_data.py", "prepare_data.py"), ("usual way", "usual")):
+            row[f"{label}: MB/s"] = f"{found['mb_per_s'][name]:.1f}"
+            row[f"{label}: MiB"] = f"{found['peak_mib'][name]:,.0f}"
+        row["ratio"] = f"{found['ratio']:.2f}"
+        row["encode_ordinary alone: MB/s"] = f"{found['mb_per_s']['encode_ordinary']:.1f}"
+        speeds.append(row)
+    folders = []
+    for name in ("with manifest", "without manifest"):
+        crcs = name.replace("manifest", "CRCs")
+        row = {"1,000 shards": name, "opened in s": f"{loading[name]['open_s']:.2f}"}
+        row["MiB"] = f"{loading[name]['open_mib']:.0f}"
+        row["any sequence, us"] = f"{loading[name]['random_access_us']:.0f}"
+        for order in ("shuffled", "in disk order"):
+            row[f"Mtokens/s {order}"] = f"{loading['mtokens_per_s'][f'{crcs}, {order}']:.0f}"
+        folders.append(row)
+    tables = machine.markdown(speeds), machine.markdown(folders)
+    return "\n\n".join([f"{head} ([figures](results/{file})):", *tables])
+
+
 def environment() -> dict:
     return {
         "commit": machine.output("git", "-C", str(machine.REPO), "rev-parse", "HEAD"),
@@ -270,6 +303,7 @@ def parse_args() -> Namespace:
     add("--megabytes", type=int, default=400, help="of text (default: 400)")
     add("--workers", type=int, nargs="+", default=[1, 2], help="processes (default: 1 and 2)")
     add("--rounds", type=int, default=3, help="runs of each program (default: 3)")
+    add("--readme", type=Path, nargs="+", metavar="JSON", help="show these in benchmarks/README.md")
     add("--usual", nargs=3, help=argparse.SUPPRESS)  # the usual way, in this process
     add("--opening", type=Path, help=argparse.SUPPRESS)  # opening a folder, in this process
     return parser.parse_args()
@@ -295,6 +329,9 @@ def main():
         folder, out, workers = args.usual
         Path(out).mkdir()
         return usual_way(Path(folder), Path(out), int(workers))
+    if args.readme:
+        contents = {path.name: machine.load(path) for path in args.readme}
+        return machine.put_into_readme("data", block(contents))
     print(measure(args))
 
 

@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 import warnings
+from dataclasses import asdict
 from itertools import count
 
 import machine
@@ -20,13 +21,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(machine.REPO))
-import dataloader
 import train_gpt2
+from support.files import missing_vocab
 
 
 def main():
     warnings.filterwarnings("ignore")  # a compiler's, while it is tried out
-    world = train_gpt2.find_world({}, torch.cuda.device_count())
+    world = train_gpt2.ranks.find_world({}, torch.cuda.device_count())
     lines = {
         "device": device(world.device),
         "programs": programs(),
@@ -75,7 +76,7 @@ def has_tf32(device: torch.device) -> bool:
 
 def precision(device: torch.device) -> str:
     tf32 = has_tf32(device)
-    bf16 = tf32 or bool(train_gpt2.bf16_kinds(device, train_gpt2.Path("/proc/cpuinfo")))
+    bf16 = tf32 or bool(train_gpt2.device.bf16_kinds(device, train_gpt2.Path("/proc/cpuinfo")))
     answers = {True: "in hardware", False: "not in hardware"}
     return f"BF16 {answers[bf16]}, TF32 {answers[tf32]}"
 
@@ -100,7 +101,9 @@ def compiler(device: torch.device) -> str:
         triton = None
     cxx = machine.output(os.environ.get("CXX", "g++"), "--version").partition("\n")[0]
     parts = [f"Triton {triton.__version__}" if triton else "no Triton", cxx or "no C++ compiler"]
-    return f"torch.compile {train_gpt2.why_not_compile(device) or 'works'}; {', '.join(parts)}"
+    return (
+        f"torch.compile {train_gpt2.device.why_not_compile(device) or 'works'}; {', '.join(parts)}"
+    )
 
 
 def ranks(device: torch.device) -> str:
@@ -112,7 +115,7 @@ def ranks(device: torch.device) -> str:
 
 
 def vocabulary() -> str:
-    missing = dataloader.missing_vocab()
+    missing = missing_vocab()
     return f"GPT-2's is missing: {', '.join(map(str, missing))}" if missing else "GPT-2's is here"
 
 
@@ -120,10 +123,10 @@ def rates(device: torch.device) -> str:
     """TFLOP/s of matrix products as train_gpt2.py measures them, and GB/s read and written."""
     found = {}
     for name, dtype in (("float32", torch.float32), ("BF16", torch.bfloat16)):
-        found[name] = train_gpt2.matmul_tflops(device, dtype)
+        found[name] = train_gpt2.device.matmul_tflops(device, dtype)
     if has_tf32(device):
         torch.set_float32_matmul_precision("high")
-        found["TF32"] = train_gpt2.matmul_tflops(device, torch.float32)
+        found["TF32"] = train_gpt2.device.matmul_tflops(device, torch.float32)
         torch.set_float32_matmul_precision("highest")
     products = ", ".join(f"{name} {rate:.3g}" for name, rate in found.items())
     return f"matrix products in TFLOP/s: {products}; copies {copy_rate(device):,.0f} GB/s"
@@ -145,8 +148,8 @@ def wait(x: Tensor):
 
 def flags(device: torch.device) -> str:
     """What train_gpt2.py chooses here if it is given none."""
-    config, given = train_gpt2.parse_args([], device.type)
-    off = train_gpt2.why_off(config, given, device)
+    config, given, _ = train_gpt2.parse_args([], device.type)
+    off = train_gpt2.device.why_off(asdict(config), given, device)
     names = ("tf32", "bf16", "compile", "flash", "pad_vocab", "fused")
     states = [f"--{'no-' if name in off else ''}{name.replace('_', '-')}" for name in names]
     reasons = "; ".join(f"no {name}: {why}" for name, why in off.items())

@@ -2,10 +2,9 @@
 
 A checkpoint is an archive of torch.save that holds tensors, dicts, lists, numbers and strings: the
 parts named in PARTS, and a digest over all of them. What read_checkpoint returns is what was
-written, to the bit, and fits the network that it names: anything else is a ValueError with the
-reason. Two checks make it so. The archive's CRC-32s find damaged bytes before PyTorch, which
-checks none, reads them. The digest is compared with what PyTorch has made of the bytes, since some
-damages (a part marked as a folder) have it leave a tensor's memory as it was.
+written, to the bit, and fits the network that it names: anything else is a ValueError. The CRC-32s
+of the archive find damaged bytes before PyTorch, which checks none, reads them. The digest is of
+what PyTorch has made of them: a part marked as a folder leaves a tensor's memory as it was.
 """
 
 import hashlib
@@ -34,8 +33,7 @@ PARTS = {  # of a checkpoint, and the types of what each holds
     "model": {str: (Tensor,)}, "optimizer": {int: {str: (Tensor,)}}, "scaler": {str: (int, float)},
     "identity": {str: PLAIN}, "config": {str: PLAIN}, "environment": {str: PLAIN},
 }  # fmt: skip
-COUNTS = ("step", "position")
-LATER = {"val_losses", "scaler", "digest"}  # parts that older checkpoints lack
+LATER = {"val_losses", "scaler", "digest"}  # older checkpoints lack them
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, each of its parameter's shape
 STORED = {  # how torch.save writes each part: neither packed nor encrypted, and never a folder
     "compress_type": (zipfile.ZIP_STORED,), "external_attr": (0,), "internal_attr": (0,),
@@ -136,7 +134,8 @@ def check_parts(saved: dict):
     for name, kind in PARTS.items():
         if name in saved and not fits(saved[name], kind):
             raise ValueError(f"its {name} is not what it should be")
-    for name, value in {**saved.get("scaler", {}), **{n: saved[n] for n in COUNTS}}.items():
+    numbers = saved.get("scaler", {}) | {name: saved[name] for name in ("step", "position")}
+    for name, value in numbers.items():
         if not 0 <= value < 2**63:
             raise ValueError(f"its {name} is {value:.4g}")
 
@@ -267,31 +266,34 @@ def read_checkpoint(path: Path) -> dict:
     return saved
 
 
+class NoGoodCheckpoint(ValueError):
+    """On every rank: all checkpoints of a run are damaged."""
+
+    exit_code, is_agreed = 7, True
+
+
 def newest_checkpoint(
-    out_dir: Path,
-    report: Callable[[str], None],
-    gather: Callable = lambda value: [value],
+    out_dir: Path, report: Callable[[str], None], gather: Callable = lambda value: [value],
     check: Callable[[dict], object] = lambda saved: None,
-) -> tuple[Path, dict] | None:
-    """The newest checkpoint that every rank can read, and what it holds: each file is read once by
-    each rank. None if there is none; report is told of each that is damaged, or for which check
-    raises ValueError. gather collects a value of each rank, the main one's first."""
+) -> tuple[Path, dict] | None:  # fmt: skip
+    """The newest checkpoint that every rank can read, each once, and what it holds; None if there
+    is none, NoGoodCheckpoint if none is good. report is told of each that is damaged, or that check
+    refuses. gather collects a value of each rank, the main one's first."""
     tried = []
     while paths := [path for path in gather(checkpoints(out_dir))[0] if path not in tried]:
-        saved, why = None, ""
+        path, saved, why = paths[0], None, ""
         try:
-            saved = read_checkpoint(paths[0])
-            check(saved)
+            check(saved := read_checkpoint(path))
         except OSError as error:  # a run that goes on meanwhile has removed it
-            why = f"{paths[0]} can't be read: {error.strerror}"
+            why = f"{path} can't be read: {error.strerror}"
         except ValueError as error:
-            why = f"{paths[0]} is damaged: {error}" if saved else str(error)
+            why = f"{path} is damaged: {error}" if saved else str(error)
         found = gather((saved and saved.get("digest"), why))
         whys = [why for _, why in found if why]
-        if not whys and any(other != found[0] for other in found):
-            whys = [f"{paths[0]} is not the same on all ranks"]
-        if not whys:
-            return paths[0], saved
-        report(f"{whys[0]}; trying the one before it")
-        tried.append(paths[0])
+        if not whys and all(other == found[0] for other in found):
+            return path, saved
+        report(f"{[*whys, f'{path} is not the same on all ranks'][0]}; trying the one before it")
+        tried.append(path)
+    if tried:
+        raise NoGoodCheckpoint(f"--resume: no good checkpoint in {out_dir}")
     return None

@@ -1,9 +1,10 @@
 """What this machine can do: which speed-ups it has, and why not the others; the micro-batch that
-fits; its own rates; its name, for the record. Knows no flag."""
+fits; its own rates; its name, for the record."""
 
 import ctypes
 import gc
 import math
+import os
 import platform
 import re
 import subprocess
@@ -36,6 +37,50 @@ def why_not_compile(device: torch.device) -> str:
     return ""
 
 
+def why_off(flags: dict, given: set[str], device: torch.device) -> dict[str, str]:
+    """The speed-ups that this device does without, and why; ValueError if those given on the
+    command line ask for one that can't be had."""
+    why, cuda, is_nano = {}, device.type == "cuda", flags["model"] == "nano"
+    kinds = bf16_kinds(device, Path("/proc/cpuinfo"))
+    if not cuda or torch.cuda.get_device_capability(device) < (8, 0):
+        why["tf32"] = f"needs an NVIDIA GPU of 2020 or later, this is {device}"
+        if "tf32" in given and flags["tf32"]:
+            raise ValueError(f"--tf32 {why['tf32']}: leave it out")
+        if not kinds or (is_nano and "amx_bf16" not in kinds):
+            why["bf16"] = "gains nothing where the hardware lacks it, nor without AMX for nano"
+    bf16 = flags["bf16"] and ("bf16" in given or "bf16" not in why)
+    # ms per layer for 1,024 tokens of 124M, plain and flash: T 256 8, 16; 512 15, 21; 1024 29, 26
+    if bf16 and "amx_bf16" in kinds and flags["seq_len"] <= 512:
+        why["flash"] = "is slower in bfloat16 on a CPU with AMX up to a --seq-len of 512"
+    if not cuda or is_nano:
+        why["compile"] = "takes longer than it saves for nano, and without a GPU"
+    wanted = flags["compile"] and ("compile" in given or "compile" not in why)
+    if wanted and (cause := why_not_compile(device)):
+        if "compile" in given:
+            raise ValueError(f"--compile {cause}; or leave it out")
+        why["compile"] = cause
+    return {name: text for name, text in why.items() if name not in given}
+
+
+def set_environment():
+    """Before the first tensor and the first compiling, since torch reads these once. Huge pages for
+    large tensors save a CPU 3 % of a step of 124M; tanh made of exponentials, in what is compiled
+    for a CPU, 8 % of a compiled step of nano (its absolute error is 2e-7)."""
+    for name in ("THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH"):
+        os.environ.setdefault(name, "1")
+    if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
+        sys.stdout.reconfigure(errors="replace")
+
+
+def set_determinism(on: bool):
+    """Whether the same numbers always give the same bits, which cuBLAS has only with a workspace of
+    fixed size."""
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it serves to find bugs
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def set_allocator(keep: bool):
     """Let glibc keep large freed tensors for the next ones. It would return each to the system,
     which then clears every page anew: a sixth of a CPU's step of GPT-2 124M. Not where memory is
@@ -58,19 +103,50 @@ def free_memory():
         torch.cuda.reset_peak_memory_stats()
 
 
-def largest_that_fits(sequences: int, most: int, try_pass: Callable[[int], None]) -> int:
-    """The largest power of two, up to most, that divides so many sequences and with which try_pass
-    finds memory; of 1 it is not asked."""
-    B = math.gcd(sequences, 1 << (most.bit_length() - 1))
-    while B > 1:
-        try:
-            try_pass(B)
-            break
-        except torch.OutOfMemoryError:
-            B //= 2
-        finally:
-            free_memory()
-    return B
+def has_memory(attempt: Callable) -> bool:
+    """Whether attempt() finds memory, which is free again afterwards."""
+    try:
+        attempt()
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        free_memory()
+
+
+def most_sequences(sequences: int, seq_len: int, device: torch.device) -> int:
+    """The largest power of two that divides so many sequences: on a GPU up to 64, to be tried,
+    elsewhere up to 4,096 tokens."""
+    most = 64 if device.type == "cuda" else max(1, 4096 // seq_len)
+    return math.gcd(sequences, 1 << (most.bit_length() - 1))
+
+
+def fitting(
+    make: Callable, fits: Callable, B: int, device: torch.device, tell: Callable
+) -> tuple[nn.Module, nn.Module, int]:
+    """What make makes, a model and what it was sped up to, and the largest of B, B / 2, ...
+    sequences for which both fit; OutOfMemoryError if not even one does. A GPU is asked with the
+    plain model first, which takes no compiling."""
+    model, net = make()
+    while device.type == "cuda" and B > 1 and not fits(model, model, B):
+        B //= 2
+    while not fits(model, net, B):
+        if B == 1:
+            raise torch.OutOfMemoryError("not even one sequence")
+        tell(f"--micro-batch-size {B} does not fit after all: trying {B // 2}")
+        B //= 2
+        del model, net  # and their memory
+        free_memory()
+        model, net = make()
+    return model, net, B
+
+
+def step_memory(model: nn.Module, share: int) -> list[torch.Tensor]:
+    """As much memory as a step holds besides a pass: gradients, and AdamW's moments, of which a
+    rank has one part of share."""
+    params = list(model.parameters())
+    num_moments = 2 * sum(p.numel() for p in params) // share
+    return [*map(torch.empty_like, params), torch.empty(num_moments, device=params[0].device)]
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:

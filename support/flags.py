@@ -7,22 +7,24 @@ import math
 import re
 import sys
 from argparse import BooleanOptionalAction
-from collections.abc import Callable
 from dataclasses import field, fields
 
 
-def flag(default, help: str, least: float = -math.inf, most: float | None = None, choices=None):
+def flag(default, help: str, least: float = -math.inf, most: float | None = None, choices=None,
+         needs: str = "", group: str = ""):  # fmt: skip
+    """A field that is a flag. Given, it needs the flag of that name; the first of a group in --help
+    names it."""
     most = most or (2**31 - 1 if type(default) is int else sys.float_info.max)
-    limits = {"least": least, "most": most, "choices": choices}
-    return field(default=default, metadata={"help": help} | limits)
+    limits = {"least": least, "most": most, "choices": choices, "needs": needs}
+    return field(default=default, metadata={"help": help, "group": group} | limits)
 
 
 def spell(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_limits(config):
-    """ValueError if a flag of config is beyond what it may be."""
+def check_flags(config):
+    """ValueError if a flag of config is beyond what it may be, or lacks the one that it needs."""
     for f in fields(config):
         value, least, most = getattr(config, f.name), f.metadata["least"], f.metadata["most"]
         if isinstance(value, int | float) and not least <= value <= most:
@@ -31,17 +33,23 @@ def check_limits(config):
             raise ValueError(f"{spell(f.name)} {value} {why}")
         if isinstance(value, str) and "\0" in value:
             raise ValueError(f"{spell(f.name)} holds a NUL, which no name does")
+        needed = f.metadata["needs"]
+        if needed and value != f.default and not getattr(config, needed):
+            given = spell(f.name) if value is True else f"{spell(f.name)} {value}"
+            cure = f"add it, or leave out {spell(f.name)}"
+            raise ValueError(f"{given} needs {spell(needed)}: {cure}")
 
 
-def check_types(kind: type, found: dict) -> dict:
-    """Those of found, as another run has recorded them, that kind has; ValueError if one is of
-    another type, or none of the choices."""
-    known = {f.name: found[f.name] for f in fields(kind) if f.name in found}
+def known(kind: type, found: dict, **neutral) -> dict:
+    """Those of found, as another run has recorded them, that kind has; ValueError if no kind can
+    have them. neutral are flags that fit any others."""
+    ours = {f.name: found[f.name] for f in fields(kind) if f.name in found}
     for f in fields(kind):
-        value, choices = known.get(f.name, f.default), f.metadata["choices"]
+        value, choices = ours.get(f.name, f.default), f.metadata["choices"]
         if type(value) is not f.type or (choices and value not in choices):
             raise ValueError(f"its flags have {spell(f.name)} {value!s:.40}")
-    return known
+    kind(**neutral | ours)  # raises if they do not fit together
+    return ours
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -54,14 +62,28 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(f"{message}; {hint}")
 
 
-def make_parser(kind: type, description: str, default_text: Callable) -> OneLineParser:
-    """default_text says a default in words, from a flag's name and its value."""
-    parser = OneLineParser(description=description, allow_abbrev=False)
+def default_text(name: str, default, recipes: dict[str, dict]) -> str:
+    """A flag's default in words, with the recipes that have another."""
+    own = {recipe: values.get(name, default) for recipe, values in recipes.items()}
+    others = [f"{recipe} {value}" for recipe, value in own.items() if value != default]
+    return "; ".join(["none" if default in ("", ()) else str(default), *others])
+
+
+def make_parser(kind: type, doc: str, recipes: dict[str, dict]) -> OneLineParser:
+    """For the flags of kind, which a recipe gives other defaults. doc is a program's: --help begins
+    with its first line, and ends with the others."""
+    description, _, epilog = doc.partition("\n")
+    parser = OneLineParser(usage="%(prog)s [flags]", description=description, epilog=epilog,
+                           allow_abbrev=False,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     for f in fields(kind):
-        how = {"action": BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        if title := f.metadata["group"]:
+            group = parser.add_argument_group(title)
+        kinds = {bool: {"action": BooleanOptionalAction}, tuple: {"nargs": "+"}}
+        how = kinds.get(f.type, {"type": f.type})
         how |= {"choices": list(f.metadata["choices"])} if f.metadata["choices"] else {}
-        text = f"{f.metadata['help']} (default: {default_text(f.name, f.default)})"
-        parser.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **how)
+        text = f"{f.metadata['help']} (default: {default_text(f.name, f.default, recipes)})"
+        group.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **how)
     return parser
 
 

@@ -13,11 +13,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
+
+from support.files import DISK_ERRORS
 
 
 @dataclass
@@ -109,12 +111,31 @@ class Watchdog(threading.Thread):
             os._exit(5)
 
 
-def explained(error: Exception) -> tuple[int, str]:
-    """The exit code and the words for what PyTorch reports as a RuntimeError, if it is known."""
+def ended(train: Callable[[], int], is_main: bool) -> int:
+    """The exit code of a training, before which all that a user may mistake was checked: an OSError
+    is the disk's, and a ValueError a bug. What ends it is told at once, since a rank that fails
+    alone may wait for the others when it leaves them."""
+    try:
+        return train()
+    except ValueError as error:
+        raise AssertionError("a bug, no mistake of yours: please report it") from error
+    except ArithmeticError as error:
+        return fail(4, f"error: {error}", is_main)
+    except OSError as error:
+        return fail(6, f"error: {error}", is_main or not getattr(error, "is_agreed", False))
+
+
+def explained(error: BaseException) -> tuple[int, str]:
+    """The exit code and the words for an error that is known; any other is raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped by a signal before it could save"
+    if isinstance(error, OSError | ValueError):
+        is_disk = getattr(error, "errno", None) in DISK_ERRORS
+        return getattr(error, "exit_code", 6 if is_disk else 2), f"error: {error}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "t allocate memory" in str(error):
         cure = "lower --micro-batch-size, or add --recompute"
         return 2, f"error: a step does not fit the memory: {cure}: {error}"
-    if re.search("gloo|NCCL|peer", str(error)):
+    if isinstance(error, RuntimeError) and re.search("gloo|NCCL|peer", str(error)):
         return 5, f"error: lost another rank: {error!s:.300}"
     raise error
 
@@ -125,5 +146,7 @@ def fail(code: int, why: str, is_main: bool) -> int:
     line = " ".join(["train_gpt2.py:", *why.split()])
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     if is_main:
-        print(line if len(line) <= 300 else f"{line[:180]} ... {line[-115:]}", file=sys.stderr)
+        with suppress(OSError):  # nobody may read it any more
+            print(line if len(line) <= 300 else f"{line[:180]} ... {line[-115:]}", file=sys.stderr)
+            sys.stderr.flush()
     return code

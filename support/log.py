@@ -5,18 +5,21 @@ a kill may have torn it, a disk may have changed it.
 """
 
 import json
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.autograd import DeviceType
 
+from support.device import peak_memory_mib
 from support.files import whole_file
 
 
@@ -69,15 +72,98 @@ def show(text: str, end: str = "\n"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def show_samples(samples: Iterator[Iterator[str]]):
+    """Each piece as soon as it is there, and a line between two samples."""
+    for number, pieces in enumerate(samples):
+        show("\n---\n" if number else "", end="")
+        for piece in pieces:
+            show(piece, end="")
+    show("")
+
+
 def printable(text: str) -> str:
     """With what a terminal would obey, or can't show, escaped: control characters but newline and
     tab, and bytes that are no text."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda m: ascii(m[0])[1:-1], text)
 
 
-def in_words(figures: dict[str, float]) -> str:
-    names = {"val_loss": "loss"}
-    return ", ".join(f"{names.get(n, n).replace('_', ' ')} {v:.4f}" for n, v in figures.items())
+def start_text(record: dict, sizes: list[tuple[int, int]], data: str) -> str:
+    """The first record in words. sizes are tensors and their numbers, with weight decay and
+    without; data says how many tokens there are."""
+    (a, num_a), (b, num_b) = sizes
+    env, flags = record["environment"], record["flags"]
+    spelled = {name: "--" + name.replace("_", "-") for name in flags}
+    return "\n".join([
+        f"{flags['model']}: {num_a + num_b:,} parameters; weight decay on {a} tensors with"
+        f" {num_a:,}, none on {b} with {num_b:,}; AdamW {'fused' if flags['fused'] else 'plain'}",
+        f"{env['ranks']} x {env['device_name'] or env['device']}, torch {env['torch']}:"
+        f" {record['matmul_tflops']:.3g} TFLOP/s in matrix products",
+        f"{data}: {record['epochs']:.2f} epochs in {flags['steps']:,} steps,"
+        f" {record['unused_tokens']:,} tokens unused",
+        "chosen: " + " ".join(f"{spelled[name]}={flags[name]}" for name in record["chosen"]),
+        *(f"off: {spelled[name]} {why}" for name, why in record["off"].items()),
+    ])  # fmt: skip
+
+
+def resume_text(
+    step: int, was: dict, changed: dict, env: dict, rounding: tuple[str, ...], rates: tuple,
+    has_digest: bool,
+) -> str:  # fmt: skip
+    """Where a run goes on, and what has changed since it was saved: what is in env, and the flags
+    of rounding, change its bits. rates are the learning rate of then, and of now."""
+    told, reasons = [f"resumed after step {step}"], []
+    for name, value in changed.items():
+        spelled = name if name in env else "--" + name.replace("_", "-")
+        is_exact = name not in env and name not in rounding
+        (told if is_exact else reasons).append(f"{spelled} {value} instead of {was.get(name)}")
+    if rates[0] != rates[1]:
+        told.append(f"the learning rate is {rates[1]:.2e}, it was {rates[0]:.2e}")
+    if reasons:
+        told.append(f"not bit for bit because of {', '.join(reasons)}")
+    if not has_digest:
+        told.append("its checkpoint has no digest: an older version wrote it")
+    return ", ".join(told)
+
+
+class Progress:
+    """Tells of each step of this process. A step has batch_tokens, each of which takes so many
+    flops of a rank."""
+
+    def __init__(self, log: Callable, device: torch.device, steps: int, batch_tokens: int,
+                 flops: float, matmul_tflops: float, trace_in: Path | None):  # fmt: skip
+        self.log, self.device, self.steps, self.trace_in = log, device, steps, trace_in
+        self.batch_tokens, self.flops, self.matmul_tflops = batch_tokens, flops, matmul_tflops
+        self.seconds, self.losses = [], []
+
+    def step(
+        self, step: int, loss: float, norm: float, learning_rate: float, seconds: float, notice: str
+    ):
+        self.seconds.append(seconds)
+        tokens_per_s = self.batch_tokens / seconds
+        tflops = tokens_per_s * self.flops / 1e12
+        mfu = tflops / self.matmul_tflops
+        left = timedelta(seconds=int(np.mean(self.seconds[-100:]) * (self.steps - step)))
+        notice = notice or spike(self.losses, loss)
+        self.losses += [loss] * math.isfinite(loss + norm)
+        self.log(
+            f"step {step}/{self.steps} | loss {loss:.4f} | lr {learning_rate:.2e} |"
+            f" norm {norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s |"
+            f" {mfu:.0%} MFU | {left} left{' | ' * bool(notice)}{notice}",
+            step=step, loss=loss if math.isfinite(loss) else None,
+            grad_norm=norm if math.isfinite(norm) else None, learning_rate=learning_rate,
+            ms=1000 * seconds, mfu=mfu, tokens_per_s=tokens_per_s, tflops=tflops,
+            peak_mib=peak_memory_mib(self.device), **({"notice": notice} if notice else {}),
+        )  # fmt: skip
+
+    def profiled(self, step: int):
+        """Where there is a folder to trace_in, the third step of this process is looked into, or
+        the last of a shorter one."""
+        num_done = len(self.seconds)
+        is_it = num_done == 2 or (num_done < 2 and step == self.steps)
+        if not (self.trace_in and is_it):
+            return nullcontext()
+        path = self.trace_in / f"trace_{step:06d}.json"
+        return profiled(path, self.device.type == "cuda", self.log, step)
 
 
 def spike(losses: list[float], loss: float) -> str:
@@ -135,15 +221,34 @@ def profiled(path: Path, is_cuda: bool, log: Callable, step: int) -> Iterator[No
 
 
 def draw_loss(path: Path) -> bool:
+    """The losses of the run in path's folder, titled with what ran and how it ended; False where
+    matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    axes = (figure := Figure()).add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    for name, style in (("loss", "-"), ("val_loss", "o-")):
-        values = logged(path.parent, name)
-        axes.plot(list(values), list(values.values()), style, label=name)
-    axes.legend()
+    figure = Figure(figsize=(8, 3.8), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(what_ran(read_log(path.parent)), fontsize=13, parse_math=False)
+    losses, validations = (logged(path.parent, name) for name in ("loss", "val_loss"))
+    last, steps, values = [*losses.values()][-100:], [*validations], [*validations.values()]
+    label = f"training: {np.mean(last):.3f} over the last {len(last)} steps" if last else ""
+    axes.plot([*losses], [*losses.values()], linewidth=0.8, color="#8fb4e8", label=label)
+    label = f"validation: {values[-1]:.3f} after step {steps[-1]:,}" if values else ""
+    axes.plot(steps, values, "o", color="#d1480f", label=label)  # no line: there may be few
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=12)
     with whole_file(path) as f:
-        figure.savefig(f, format="png")
+        figure.savefig(f, format="png", dpi=120)
     return True
+
+
+def what_ran(records: list[dict]) -> str:
+    """A run in a line, from what its log says at its last start; nothing where that is damaged."""
+    starts = [record for record in records if "flags" in record]
+    with suppress(IndexError, KeyError, TypeError, ValueError):
+        flags, env = starts[-1]["flags"], starts[-1]["environment"]
+        work = f"{flags['steps']:,} steps of {flags['batch_tokens']:,} tokens"
+        return f"{flags['model']}: {work}, {env['ranks']} x {env['device_name']}"
+    return ""

@@ -7,6 +7,7 @@ choices; then for the context and each choice how many tokens, and these.
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +171,24 @@ def write_examples(path: Path, rows: list[np.ndarray]):
         with whole_file(path) as f:
             f.write(np.array(header, "<i4").tobytes().ljust(HEADER_BYTES, b"\0"))
             f.write(np.concatenate(rows).tobytes())
+
+
+def write_questions(
+    files: list[str], folder: Path, encode: Callable[[str], np.ndarray], tokenizer: str
+) -> str:
+    """Write the questions of all files into one in folder, under the first one's name, and say what
+    it holds. llm.c reads it if each has 4 choices, train_gpt2.py any number from 2."""
+    path = folder / f"{Path(files[0]).stem}.bin"
+    check_absent(path)
+    examples, rows = examples_of(files, encode)
+    write_examples(path, rows)
+    tokens = sum(len(text) for e in examples for text in (e.context, *e.choices))
+    longest = max(len(e.context) + max(map(len, e.choices)) for e in examples)
+    choices = " or ".join(str(n) for n in sorted({len(e.choices) for e in examples}))
+    return (
+        f"{len(rows):,} examples of {choices} choices, {tokens:,} tokens ({tokenizer}), the"
+        f" longest {longest:,}: python train_gpt2.py ... --hellaswag {shlex.quote(str(path))}"
+    )
 
 
 def check_absent(path: Path):

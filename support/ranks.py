@@ -1,13 +1,15 @@
-"""The processes of a run: who they are, how they meet, agree and compare, and what they share out.
-Nothing outside knows how many there are."""
+"""The processes of a run: who they are, how they meet, agree and compare, and what they share
+out."""
 
 import gc
+import hashlib
 import os
 import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -92,6 +94,14 @@ class World:
 def agreed(error: Exception) -> bool:
     """Whether every rank has this error."""
     return getattr(error, "is_agreed", False)
+
+
+def code_digest() -> dict[str, str]:
+    """Of the files of this program that a run is made of."""
+    root = Path(__file__).parent.parent
+    files = [root / f"{name}.py" for name in ("train_gpt2", "model", "dataloader")]
+    files += sorted(root.glob("support/*.py"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
 
 
 def find_world(env: dict[str, str], num_gpus: int) -> World:

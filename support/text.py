@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dataloader import VOCAB_SIZES, ShardLoader, missing_vocab
+from dataloader import VOCAB_SIZES, ShardLoader
+from support.files import missing_vocab
 
 
 class Codec(NamedTuple):
@@ -49,12 +50,23 @@ def bytes_per_token(loader: ShardLoader, num_sequences: int, tokenizer: str) -> 
     return float(sum(counts)) / (num_sequences * loader.T)
 
 
+def samples(
+    model, tokenizer: str, count: int, seed: int, autocast: Callable, note: Callable, **how
+) -> Iterator[Iterator[str]]:
+    """Samples of a GPT, each piece by piece and from the same random numbers each time. how is what
+    stream takes."""
+    for number in range(count):
+        entropy = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]
+        rng = torch.Generator(model.lm_head.weight.device).manual_seed(int(entropy))
+        yield stream(model, tokenizer, rng, autocast, note, **how)
+
+
 def stream(
-    model, tokenizer: str, prompt: str, num_tokens: int, rng: torch.Generator, autocast: Callable,
-    **how: float,
+    model, tokenizer: str, rng: torch.Generator, autocast: Callable, note: Callable, *,
+    prompt: str, sample_tokens: int, **how: float,
 ) -> Iterator[str]:  # fmt: skip
     """A sample of a GPT, piece by piece: the prompt, and what it goes on with, asked inside
-    autocast(). how is generate's temperature, top_k and top_p."""
+    autocast(), after a note() to the watchdog. how is generate's temperature, top_k and top_p."""
     text = codec(tokenizer)
     end_of_text = min(VOCAB_SIZES.get(tokenizer, 1), model.config.vocab_size) - 1  # before each
     ids = list(text.encode(prompt)) if text and prompt else [end_of_text]
@@ -63,7 +75,8 @@ def stream(
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may be half a character
     yield prompt if text else "no vocabulary here for --prompt, nor to read this: "
     tokens = model.generate(torch.tensor([ids], device=rng.device), rng, **how)
-    for _ in range(num_tokens):
+    for _ in range(sample_tokens):
+        note("a sample")
         with autocast():  # not around the yield: whoever reads this goes on in it
             i = int(next(tokens))
         yield decoder.decode(text.decode(i)) if text else f"{i} "

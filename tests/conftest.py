@@ -2,20 +2,28 @@
 
 import hashlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
 import re
+import runpy
+import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections import Counter, defaultdict
-from contextlib import redirect_stdout
-from dataclasses import asdict
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, replace
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU, also beside a GPU
+os.environ["OMP_NUM_THREADS"] = "1"  # several run at once
 
 import numpy as np
 import pytest
@@ -25,7 +33,9 @@ import dataloader
 import prepare_data
 import train_gpt2
 from model import GPT, GPTConfig
+from support import checkpoint
 from support.checkpoint import checkpoints, read_checkpoint
+from support.files import locked
 
 torch.backends.mps.is_available = lambda: False
 
@@ -33,7 +43,25 @@ TINY = {  # flags of a run of a second
     "model": "nano", "n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "steps": 12,
     "micro_batch_size": 1, "batch_tokens": 192, "eval_tokens": 512, "eval_every": 0,
     "save_every": 5, "warmup_steps": 2, "learning_rate": 0.01, "bf16": False, "flash": True,
+    "sample_tokens": 20,
 }  # fmt: skip
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ... of pytest-xdist; none: alone
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+    """As many tests at once, since most of them wait for processes; one where single files are
+    asked for, or what they print."""
+    paths = [Path(arg.partition("::")[0]) for arg in config.args]
+    if config.option.capture == "no" or all(path.is_file() for path in paths):
+        return 0
+    return 4
+
+
+def pytest_configure(config):
+    """Before the workers start: matplotlib lists the fonts when it is first imported, which takes
+    seconds and, if several do it at once, so long that it says so in the output of a run."""
+    if config.getoption("numprocesses", None) and find_spec("matplotlib"):
+        import matplotlib.font_manager  # noqa: F401
 
 
 def matrix() -> dict[str, tuple[str, list[str]]]:
@@ -44,7 +72,8 @@ def matrix() -> dict[str, tuple[str, list[str]]]:
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """After the slow tests: each row of the fault matrix, and what came of it."""
+    """After the slow tests: each row of the fault matrix, and what came of it; what tests found.
+    With pytest-xdist only the process that has the reports of all workers comes here."""
     if config.getoption("markexpr") == "not slow":
         return
     outcomes = defaultdict(Counter)
@@ -56,6 +85,9 @@ def pytest_terminal_summary(terminalreporter, config):
         total = sum((outcomes[name] for name in tests), Counter())
         found = ", ".join(f"{count} {outcome}" for outcome, count in total.items())
         terminalreporter.write_line(f"{row}  {found or 'in the default run':<18}  {broken}")
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}  {report.nodeid.split('::')[-1]}: {value}")
 
 
 def flags(**changes) -> list[str]:
@@ -70,15 +102,53 @@ def flags(**changes) -> list[str]:
     return line
 
 
-@pytest.fixture(autouse=True)
-def no_source_is_remembered():
-    """By a name that is another folder's in the next test."""
-    train_gpt2.find_source.cache_clear()
+@pytest.fixture
+def shapes_at_hand(monkeypatch):
+    """What reads a checkpoint makes a network, for its shapes alone: here each once."""
+    monkeypatch.setattr(checkpoint, "GPT", lru_cache(GPT))
 
 
 @pytest.fixture(scope="session")
-def data_dir(tmp_path_factory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"))
+def once(tmp_path_factory) -> Callable:
+    """once(name, make) is a folder that make has filled, the first time that a worker asks for it;
+    the others wait, and take it as it is."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if WORKER else root
+
+    def get(name: str, make: Callable) -> Path:
+        folder = root / f"once-{name}"
+        while not (folder / "made").exists():
+            try:
+                lock = locked(root / f"lock-{name}")
+            except BlockingIOError:  # the system frees it if its owner dies
+                time.sleep(0.05)
+                continue
+            with lock:
+                if not (folder / "made").exists():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir()
+                    make(folder)
+                    (folder / "made").touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def data_dir(once) -> Path:
+    return once("data", make_data) / "tokens"
+
+
+@pytest.fixture(scope="session")
+def whole(data_dir, once) -> dict[int, Path]:
+    """Folders of uninterrupted runs, on 1, 2 and 3 ranks."""
+
+    def make(folder: Path):
+        for ranks in (1, 2, 3):
+            code, _, err = train(flags(data_dir=data_dir, out_dir=ranks), folder, ranks)
+            assert code == 0, err
+
+    return {ranks: once("whole", make) / str(ranks) for ranks in (1, 2, 3)}
 
 
 def make_data(folder: Path) -> Path:
@@ -89,9 +159,9 @@ def make_data(folder: Path) -> Path:
     records = [json.dumps({"text": text.decode()}) + "\n" for text in texts]
     (folder / "text.jsonl").write_text("".join(records))
     line = ["--input", folder / "text.jsonl", "--data-dir", folder / "tokens"]
-    args = prepare_data.parse_args([*map(str, line), "--val-fraction", "0.2", "--seed", "1"])
-    args.shard_tokens = 1009  # fewer than the command line takes
-    prepare_data.prepare(args)
+    config = prepare_data.parse_args([*map(str, line), "--val-fraction", "0.2", "--seed", "1"])
+    # fewer tokens than the command line takes
+    prepare_data.prepare(replace(config, shard_tokens=1009))
     return folder / "tokens"
 
 
@@ -136,6 +206,9 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one
 
     train_gpt2.log_step = log_and_die
+    train_gpt2.device.matmul_tflops = lambda *_: (
+        1.0
+    )  # takes a quarter of a second, and no number has it
     code = 1
     try:
         if inject:
@@ -151,26 +224,71 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
         os._exit(code)
 
 
+def program_main(argv: list[str], folder: Path, env: dict[str, str], out: Path):
+    """What python train_gpt2.py does in folder, except that it has imported torch before."""
+    os.environ.update(env)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(out / name, os.O_WRONLY | os.O_CREAT), number)
+        setattr(sys, name, open(number, "w", closefd=False))
+    sys.argv = [train_gpt2.__file__, *argv]
+    runpy.run_path(train_gpt2.__file__, run_name="__main__")
+
+
+def program(argv: list[str], folder: Path, env: dict[str, str], out: Path) -> tuple[int, str, str]:
+    """The exit code of train_gpt2.py, its output and its errors, by way of the folder out."""
+    process = server().Process(target=program_main, args=(argv, folder, env, out))
+    process.start()
+    process.join()
+    return process.exitcode, (out / "stdout").read_text(), (out / "stderr").read_text()
+
+
+def without_picture(rank: int):
+    """Injection: it takes a third of a short run."""
+    train_gpt2.log.draw_loss = lambda path: False
+
+
+@lru_cache
+def server():
+    """What starts processes, where it can from one that has imported all that they need once."""
+    if os.name != "posix":
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    slow_imports = ["torch._dynamo", "torch._inductor", "matplotlib.figure"]  # a run's own
+    context.set_forkserver_preload(["conftest", *slow_imports])
+    with pytest.MonkeyPatch.context() as patch:  # up to Python 3.12 it knows no sys.path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
+    return context
+
+
+PORTS = itertools.count(10_000 + 2000 * int(WORKER.strip("gw") or 0) + os.getpid() % 1000)
+
+
+def free_port() -> int:
+    """One that no other worker takes before rank 0 does: each has its own, below those that the
+    system gives to whoever asks for any."""
+    for port in PORTS:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("", port))
+            return port
+
+
 def start_ranks(
     argv, folder: Path, ranks: int = 1, kill_after: int | None = None, inject=None
 ) -> list:
-    """Processes that run train_gpt2.py as torchrun would start them, from a server that has
-    imported all that they need once."""
-    method = "forkserver" if os.name == "posix" else "spawn"
-    context = multiprocessing.get_context(method)
-    slow_imports = ["torch._dynamo", "torch._inductor", "matplotlib.figure"]  # a run's own
-    context.set_forkserver_preload(["train_gpt2", *slow_imports])
+    """Processes that run train_gpt2.py as torchrun would start them."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
+    port, processes = free_port(), []
     for rank in range(ranks):
         env = {} if ranks == 1 else {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        process = context.Process(target=rank_main, args=(argv, folder, env, kill_after, inject))
+        process = server().Process(target=rank_main, args=(argv, folder, env, kill_after, inject))
         process.start()
         processes.append(process)
     return processes
@@ -179,7 +297,7 @@ def start_ranks(
 def finish(processes: list, folder: Path) -> tuple[int, str, str]:
     """The exit code of rank 0, its output and its errors."""
     for process in processes:
-        process.join(timeout=120)
+        process.join(timeout=300)
         assert process.exitcode is not None, "a rank hangs"
     out, err = (Path(folder, f"rank0.{end}").read_text() for end in ("out", "err"))
     if processes[0].exitcode == 0:

@@ -15,8 +15,9 @@ from conftest import write_shard
 
 import dataloader
 import prepare_data
-from dataloader import Shard, ShardLoader, TokenFolder, open_folder, open_shard
-from support import files
+from dataloader import Shard, ShardLoader, open_shard
+from support import corpus, files
+from support.corpus import TokenFolder, open_folder
 from support.questions import read_examples
 
 TOKENS = np.arange(1000, dtype="<u2")
@@ -157,7 +158,7 @@ def rewrite(folder: Path, change, sealed: bool = False) -> dict:
     del manifest["crc32"]
     change(manifest)
     if sealed:
-        manifest["crc32"] = dataloader.content_crc32(manifest)
+        manifest["crc32"] = corpus.content_crc32(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return manifest
 
@@ -409,10 +410,10 @@ def test_a_file_is_written_whole_or_not_at_all(error, tmp_path):
 def test_missing_vocab_names_the_files_that_tiktoken_looks_for(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     names = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
-    assert dataloader.missing_vocab() == [tmp_path / name for name in names]
+    assert files.missing_vocab() == [tmp_path / name for name in names]
     for name in names:
         (tmp_path / name).touch()
-    assert dataloader.missing_vocab() == []
+    assert files.missing_vocab() == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -598,7 +599,7 @@ def test_a_shard_cut_while_in_use_is_an_error_that_names_it(shards):
 
 
 def with_crcs(shard: Shard) -> Shard:
-    return dataloader.open_entry(shard.path.parent, prepare_data.describe(shard))
+    return corpus.open_entry(shard.path.parent, prepare_data.describe(shard))
 
 
 def test_crcs_change_no_token_at_any_place(tmp_path):

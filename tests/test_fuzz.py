@@ -18,10 +18,10 @@ from conftest import flags
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-import dataloader
 import prepare_data
 import train_gpt2
 from model import GPT, GPTConfig
+from support import corpus
 from support.checkpoint import checkpoints, digest, read_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -95,7 +95,6 @@ def run(program, argv: list[str], codes: tuple, capsys):
         code = program.main(argv)
     except SystemExit as end:
         code = end.code
-    train_gpt2.find_source.cache_clear()
     out, err = capsys.readouterr()
     assert code in codes, (code, err, before)
     assert "Traceback" not in err + out and err.count("\n") <= 2, err
@@ -112,7 +111,7 @@ def home(data_dir, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         torch.set_num_threads(1)
-        patch.setattr(train_gpt2, "matmul_tflops", lambda *_: 1.0)  # a quarter of a second
+        patch.setattr(train_gpt2.device, "matmul_tflops", lambda *_: 1.0)  # a quarter of a second
         assert train_gpt2.main(line()) == 0
         shutil.copytree("run", "whole")
         yield folder
@@ -174,7 +173,7 @@ def test_any_field_of_a_manifest_may_hold_anything(home, capsys):
         manifest.pop("crc32", None)
         try:
             if seal:
-                manifest["crc32"] = dataloader.content_crc32(manifest)
+                manifest["crc32"] = corpus.content_crc32(manifest)
             path.write_text(json.dumps(manifest))
         except (UnicodeEncodeError, ValueError):
             reject()
@@ -226,7 +225,6 @@ def test_any_field_of_a_config_json_may_hold_anything(home, capsys):
     Path("config").mkdir()
     argv = ["--init-from", "run", "--export", "hf"]
     assert train_gpt2.main(argv) == 0
-    train_gpt2.find_source.cache_clear()
     plain = json.loads(Path("hf/config.json").read_text())
 
     @each_case

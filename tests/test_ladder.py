@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from inspect import getsource
 from pathlib import Path
 
 import ladder
+import machine
 import pytest
+
+import train_gpt2
 
 REPO = Path(__file__).resolve().parent.parent
 BREAKS = {  # what a wrong speed-up would do: the rung, the file, the line, what becomes of it
@@ -200,12 +204,57 @@ def test_nothing_is_compared_after_a_step_that_overflows():
     )
 
 
-def test_the_readme_shows_the_results_that_are_kept():
-    """Its ladder is what --readme makes of the files that it names."""
-    text = (REPO / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    names = re.findall(r"`benchmarks/results/(ladder-\S+\.json)`", text)
-    contents = {name: ladder.load(REPO / "benchmarks" / "results" / name) for name in names}
-    assert contents and ladder.with_block(text, contents) == text
+@pytest.mark.parametrize("name", ["ladder", "throughput", "peers", "data"])
+def test_the_readme_shows_the_results_that_are_kept(name):
+    """Its tables are what --readme makes of all results of a program."""
+    program = pytest.importorskip(name)  # Windows has not all that they measure with
+    text = machine.README.read_text(encoding="utf-8")
+    contents = {p.name: machine.load(p) for p in sorted(machine.RESULTS.glob(f"{name}-*.json"))}
+    assert contents and machine.with_block(text, name, program.block(contents)) == text
+
+
+def speed_up_rows(page: str) -> list[list[str]]:
+    section = page.partition("## One speed-up after the other")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line[:3] == "| `"]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_the_front_page_says_where_each_speed_up_is():
+    rows = speed_up_rows((REPO / "README.md").read_text(encoding="utf-8"))
+    assert len(rows) == 8
+    for _, _, where, *_ in rows:
+        words, place = where.replace("`", "").split(" in ")
+        is_file = place.endswith(".py")
+        text = (REPO / place).read_text("utf-8") if is_file else getsource(vars(train_gpt2)[place])
+        assert words in text, where
+
+
+def test_the_front_page_has_the_figures_of_the_ladder():
+    """What each speed-up brought, here and in the lecture, and in the picture beside it."""
+    page = (REPO / "README.md").read_text(encoding="utf-8")
+    [picture] = re.findall(r"!\[.*\]\(benchmarks/results/(ladder-.*)\.png\)", page)
+    content = machine.load(machine.RESULTS / f"{picture}.json")
+    measured = dict(zip([r["name"] for r in content["rungs"]], ladder.rows(content), strict=True))
+    lecture = ladder.PUBLISHED[ladder.LECTURE]
+    before = dict(zip(lecture, [None, *lecture.values()], strict=False))
+    shown = speed_up_rows(page)
+    for name, (flag, *_, here, there) in zip(ladder.SPEED_UPS, shown[:6], strict=True):
+        assert flag == f"`--{name}`" and here == measured[name].get("x before", "-")
+        assert there == f"{lecture[name] / before[name]:.2f}"
+    after = [here for *_, here, _ in shown[6:]]
+    assert after == [measured[name]["x before"] for name in ("accumulation", "2 ranks")]
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md", "tests/README.md"])
+def test_a_page_fits_the_screen(page):
+    """Eight columns at most, code of 85 characters, and links to what is there."""
+    text, folder = (REPO / page).read_text(encoding="utf-8"), (REPO / page).parent
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert max((row.count(" | ") for row in rows), default=0) < 8
+    for code in re.findall(r"^```.*?^```", text, re.M | re.S):
+        assert max(map(len, code.splitlines())) <= 85, code
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (folder / link).exists(), link
 
 
 @pytest.mark.slow

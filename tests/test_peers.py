@@ -42,7 +42,7 @@ def train(tokens, steps, line, slow, batch_tokens, passes):
     assert batch_tokens % passes == 0
     print("a line of another kind: 12 ms")
     for step in range(steps):
-        time.sleep(0.015 if slow else 0.001)
+        time.sleep(0.1 if slow else 0.001)
         print(line.format(step=step, loss=10 + sum(tokens[:50]) / 50e3, ms=0.5))
     Path("finished").write_text("what a real one does after its last step")
 """

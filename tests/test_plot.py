@@ -1,4 +1,4 @@
-"""benchmarks/plot.py, as a program and its parts, on logs written here."""
+"""benchmarks/plot.py, as a program and its parts, and a run's own picture, on logs written here."""
 
 import importlib.util
 import json
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import plot
 import pytest
+
+from support.log import draw_loss
 
 PROGRAM = Path(plot.__file__)
 FLAGS = {
@@ -153,6 +155,46 @@ def test_runs_are_drawn_and_no_file_is_overwritten(tmp_path):
     assert picture.startswith(b"\x89PNG")
     assert run_program(folders[0], cwd=tmp_path).returncode == 2
     assert (tmp_path / "loss.png").read_bytes() == picture
+
+
+def texts(tmp_path: Path, monkeypatch, *lines: dict | str) -> list[str]:
+    """What the loss.png of a run with such a log says: its title and its legend."""
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda *args, **more: (figures.append(args[0]), save(*args, **more))
+    )
+    found = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (tmp_path / "log.jsonl").write_text("\n".join(found) + "\n")
+    assert draw_loss(tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    [axes] = figures[0].axes
+    return [axes.get_title(), *(text.get_text() for text in axes.get_legend().get_texts())]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
+def test_the_picture_of_a_run_says_what_ran_and_how_it_ended(tmp_path, monkeypatch):
+    """The flags of its last start, the mean of its last 100 losses, its last validation."""
+    flags = {"model": "gpt2", "steps": 300, "batch_tokens": 524_288}
+    env = {"ranks": 8, "device_name": "a $GPU_$"}
+    start = {"flags": flags | {"steps": 100}, "environment": env}
+    steps = [{"step": n, "loss": 3.0 if n > 200 else 9.0} for n in range(1, 301)]
+    log = [start, validated(0, 9.5), {"flags": flags, "environment": env}, *steps]
+    assert texts(tmp_path, monkeypatch, *log, validated(300, 3.25)) == [
+        "gpt2: 300 steps of 524,288 tokens, 8 x a $GPU_$",
+        "training: 3.000 over the last 100 steps", "validation: 3.250 after step 300",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
+@pytest.mark.parametrize("first", [
+    '{"flags": {"mod', {"flags": 5, "environment": []}, {"flags": {"steps": "x"}},
+    {"flags": {"model": "gpt2", "steps": "x", "batch_tokens": 1}, "environment": {}},
+])  # fmt: skip
+def test_a_damaged_log_is_drawn_without_a_title(tmp_path, monkeypatch, first):
+    found = texts(tmp_path, monkeypatch, first, {"step": 1, "loss": 3.5}, validated(1, 3.25))
+    assert found == ["", "training: 3.500 over the last 1 steps", "validation: 3.250 after step 1"]
 
 
 def test_every_reference_names_its_source():

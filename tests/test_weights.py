@@ -18,8 +18,10 @@ from torch.testing import assert_close
 
 import train_gpt2
 from model import GPT, SHAPES, GPTConfig
-from support import checkpoint, weights
-from support.weights import HF_SHAPE, Source, figures, hf_config, hf_weights, read_source
+from support import checkpoint, export
+from support.export import figures, hf_config, hf_weights
+from support.files import missing_vocab
+from support.weights import HF_SHAPE, Source, read_source
 
 
 def read(path: Path) -> Source:
@@ -197,6 +199,8 @@ BROKEN = {
     "scale_attn_by_inverse_layer_idx True is": lambda p: edit_config(
         p, scale_attn_by_inverse_layer_idx=True),
     "model_type llama is not supported": lambda p: edit_config(p, model_type="llama"),
+    "config.json: model_type llama is not supported": lambda p: p.with_name(
+        "config.json").write_text('{"model_type": "llama", "vocab_size": 99}'),
     "n_inner 99 is not supported": lambda p: edit_config(p, n_inner=99),
     "is no GPT-2: Expecting property": lambda p: p.with_name("config.json").write_text("{"),
     "config.json holds a list, not": lambda p: p.with_name("config.json").write_text("[]"),
@@ -283,7 +287,6 @@ def hf_folder(folder: Path, config: GPTConfig = SMALLEST) -> Path:
 
 def sample(capsys, source) -> tuple[int, str]:
     """The exit code and the output of a sample from source; a mistake must be one line."""
-    train_gpt2.find_source.cache_clear()
     line = ["--sample-only", "--sample-tokens=3", "--temperature=0"]
     code = train_gpt2.main(["--init-from", str(source), *line])
     out, err = capsys.readouterr()
@@ -456,6 +459,9 @@ def test_a_small_file_takes_no_memory_that_it_only_claims(tmp_path, capsys):
     saved = nanogpt_checkpoint(model, bias=True) | {"model": tensors}
     torch.save(saved, tmp_path / "ckpt.pt")
     assert sample(capsys, tmp_path / "ckpt.pt")[0] == 2
+    torch.save(tiny_nanogpt(wpe=torch.zeros(1).expand(2**30, 2**30)), tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match="wpe.weight has the shape"):
+        read(tmp_path / "ckpt.pt")
     folder = hf_folder(tmp_path / "hf")
     (folder / "config.json").write_text(json.dumps(hf_config(large, None)))
     assert sample(capsys, folder)[0] == 2
@@ -506,16 +512,20 @@ def flips(path: Path, source: Path, bits: range) -> tuple[int, int]:
     return differ, equal
 
 
-@pytest.mark.parametrize("stride", [193, pytest.param(1, marks=pytest.mark.slow)])
-def test_no_flipped_bit_loads_other_tensors(tmp_path, stride):
+@pytest.mark.parametrize(
+    ("first", "stride"),
+    [(0, 193), *(pytest.param(bit, 8, marks=pytest.mark.slow) for bit in range(8))],
+)
+def test_no_flipped_bit_loads_other_tensors(tmp_path, first, stride):
     """But in the numbers of a safetensors file, which has no checksum."""
     path = tmp_path / "ckpt.pt"
     torch.save(tiny_nanogpt(), path)
-    assert flips(path, path, range(0, 8 * path.stat().st_size, stride))[0] == 0
+    assert flips(path, path, range(first, 8 * path.stat().st_size, stride))[0] == 0
     path = hf_folder(tmp_path / "hf") / "model.safetensors"
     end = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    assert flips(path, path.parent, range(0, 8 * end, stride // 8 or 1))[0] == 0
-    assert flips(path, path.parent, range(8 * end, 8 * path.stat().st_size, stride))[0] > 0
+    assert flips(path, path.parent, range(first, 8 * end, min(stride, 24)))[0] == 0
+    numbers = range(8 * end + first, 8 * path.stat().st_size, stride)
+    assert flips(path, path.parent, numbers)[0] > 0
 
 
 @pytest.mark.parametrize("name", [
@@ -541,7 +551,6 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, capsys, name, kind):
 @pytest.mark.parametrize("name", ["\0", "a\0b", "x" * 5000, "a/b/c", "-", " ", "~", "a\nb"])
 def test_a_name_of_nothing_is_refused(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
-    train_gpt2.find_source.cache_clear()
     assert train_gpt2.main([f"--init-from={name}", "--sample-only"]) == 2
     assert re.fullmatch("train_gpt2.py: error: --init-from .*\n", capsys.readouterr().err)
     assert not os.listdir()
@@ -577,18 +586,17 @@ def test_no_value_in_a_checkpoint_does_more_than_be_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_no_flag_in_a_checkpoint_does_more_than_be_refused(tmp_path, capsys):
+@pytest.mark.parametrize("value", [True, -1, 10**30, 1.5, math.nan, "x", []])
+def test_no_flag_in_a_checkpoint_does_more_than_be_refused(tmp_path, capsys, value):
     path = tmp_path / "run" / "checkpoint_000000.pt"
     path.parent.mkdir()
     saved = own_checkpoint(path)
     line = ["--resume", "--out-dir", str(path.parent), "--sample-only", "--sample-tokens=2",
             "--num-samples=1"]  # fmt: skip
     for name in saved["config"]:
-        for value in (True, -1, 10**30, 1.5, math.nan, "x", []):
-            torch.save(changed(saved, ("config", name), value), path)
-            train_gpt2.find_source.cache_clear()
-            assert train_gpt2.main(line) in (0, 2, 7), (name, value)
-            assert len(capsys.readouterr().err.splitlines()) <= 2, (name, value)
+        torch.save(changed(saved, ("config", name), value), path)
+        assert train_gpt2.main(line) in (0, 2, 7), name
+        assert len(capsys.readouterr().err.splitlines()) <= 2, name
 
 
 def test_a_digest_keeps_another_number_out(tmp_path, capsys):
@@ -607,7 +615,6 @@ def test_a_digest_keeps_another_number_out(tmp_path, capsys):
 
 
 def exported(capsys, source: Path, folder: Path) -> tuple[int, str]:
-    train_gpt2.find_source.cache_clear()
     code = train_gpt2.main(["--init-from", str(source), "--export", str(folder)])
     return code, capsys.readouterr().err
 
@@ -627,7 +634,7 @@ def test_an_export_never_replaces_what_is_there(tmp_path, capsys):
 
 
 def test_a_folder_that_appears_while_an_export_is_written_stays(tmp_path, capsys, monkeypatch):
-    source, folder, write = hf_folder(tmp_path / "source"), tmp_path / "new", weights.texts
+    source, folder, write = hf_folder(tmp_path / "source"), tmp_path / "new", export.texts
     for content in ([], ["mine"]):
 
         def appear(*args):
@@ -636,7 +643,7 @@ def test_a_folder_that_appears_while_an_export_is_written_stays(tmp_path, capsys
                 (folder / name).touch()
             return write(*args)
 
-        monkeypatch.setattr(weights, "texts", appear)
+        monkeypatch.setattr(export, "texts", appear)
         code, err = exported(capsys, source, folder)
         assert code == 2 and err.count("\n") == 1
         assert {*os.listdir(tmp_path)} == {"source", "new"} and os.listdir(folder) == content
@@ -689,3 +696,16 @@ def test_the_card_takes_of_a_log_what_is_a_number():
     ]  # fmt: skip
     expected = {"loss": (1, 3.5), "val_loss": (1, 3.0), "bits_per_byte": (2, 4.0)}
     assert figures(records, 2) == expected
+
+
+@pytest.mark.skipif(bool(missing_vocab()), reason="GPT-2's vocabulary is not at hand")
+def test_transformers_knows_an_exports_end_of_text_and_its_length(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    shape = dataclasses.replace(SMALLEST, vocab_size=50257, seq_len=24)
+    folder = tmp_path / "hf"
+    assert exported(capsys, hf_folder(tmp_path / "source", shape), folder)[0] == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == model.generation_config.bos_token_id == 50256
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 50256
+    assert tokenizer.model_max_length == 24
