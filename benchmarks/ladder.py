@@ -19,7 +19,8 @@ float32 base, where it must agree to 1e-5. A rung that does not is refused: no s
 and the rungs above do without it.
 
 Writes results/ladder-<device>-<date>-<model>.json after each run, and a picture of it where
-matplotlib is installed.
+matplotlib is installed. --readme puts the tables of such files into benchmarks/README.md, and draws
+their pictures anew.
 """
 
 import argparse
@@ -42,8 +43,8 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import machine
 
 TRAIN = machine.REPO / "train_gpt2.py"
-README = machine.REPO / "benchmarks" / "README.md"
-MARKS = "<!-- ladder -->", "<!-- end of ladder -->"
+LECTURE = "A100, lecture"
+NOT_MEASURED = {"not on this device": "not here", "refused": "refused", "failed": "failed"}
 LEFT_OUT = 3  # steps at the start of a process, in which memory and caches fill
 BUSY = 0.1  # share of the machine that may be used by others before a run
 IDLE_WITHIN_S = 5
@@ -72,8 +73,8 @@ ANOTHER_BATCH = {"loss": 5e-2}
 # Tokens per second of GPT-2 124M, or of a model of 11M, as the lecture and four people who followed
 # it published them; of the fourth only the factor over the step before is known.
 PUBLISHED = {
-    "A100, lecture": {"base": 16e3, "tf32": 49e3, "bf16": 54.5e3, "compile": 126e3, "flash": 170e3,
-                      "pad-vocab": 175e3, "fused": 182e3},  # 16,384 tokens in 90 ms
+    LECTURE: {"base": 16e3, "tf32": 49e3, "bf16": 54.5e3, "compile": 126e3, "flash": 170e3,
+              "pad-vocab": 175e3, "fused": 182e3},  # 16,384 tokens in 90 ms
     "RTX 4060 Ti": {"base": 1600, "tf32": 2000, "bf16": 3250, "flash": 15000, "pad-vocab": 15300},
     "Colab GPU": {"tf32": 8780, "bf16": 10930, "compile": 24100, "flash": 34200,
                   "pad-vocab": 35900, "fused": 36000, "accumulation": 38200},
@@ -291,7 +292,7 @@ class Ladder:
 
     @property
     def measured(self) -> list[dict]:
-        return [rung for rung in self.content["rungs"] if rung["state"] == "measured"]
+        return measured_rungs(self.content)
 
     def run(self, flags: dict) -> tuple[dict, int, str]:
         """As attempt; ValueError if it is of another machine or program than the rows so far."""
@@ -444,12 +445,9 @@ def speed(rung: dict) -> float:
 
 def rows(content: dict) -> list[dict]:
     """For each rung a dict from column to text."""
-    table, measured = [], [r for r in content["rungs"] if r["state"] == "measured"]
-    leave_one_out = content["settings"]["leave_one_out"]
+    table, measured = [], measured_rungs(content)
     for rung in content["rungs"]:
-        name = rung["name"]
-        plus = "+ " if name in (*SPEED_UPS, *BEYOND, "accumulation") else ""
-        row = {"rung": plus + NAMES.get(name, name), "ms/step": f"{rung['state']}: {rung['why']}"}
+        row = {"rung": title(rung["name"]), "ms": NOT_MEASURED.get(rung["state"])}
         if rung["state"] == "measured":
             below = [r for r in measured[: measured.index(rung)] if r["name"] not in BEYOND]
             before = below[-1] if below else rung
@@ -457,72 +455,100 @@ def rows(content: dict) -> list[dict]:
                 "x before": speed(rung) / speed(before),
                 "x base": speed(rung) / speed(measured[0]),
             }
-            if leave_one_out:
+            if content["settings"]["leave_one_out"]:
                 factors = {"brings": speed(measured[0]) / speed(rung)}
             row |= measured_cells(rung, factors)
-        row |= {} if leave_one_out else published_cells(name, content["settings"]["model"])
         table.append(row)
     return table
 
 
+def measured_rungs(content: dict) -> list[dict]:
+    return [rung for rung in content["rungs"] if rung["state"] == "measured"]
+
+
+def title(name: str) -> str:
+    plus = "+ " if name in (*SPEED_UPS, *BEYOND, "accumulation") else ""
+    return plus + NAMES.get(name, name)
+
+
 def measured_cells(rung: dict, factors: dict[str, float]) -> dict:
     runs = rung["runs"]
-    times = sorted(ms for run in runs for ms in run["ms"][LEFT_OUT:])
-    tenth, ms = len(times) // 10, 1000 * rung["flags"]["batch-tokens"] / speed(rung)
-    busy = max(run["busy"] for run in runs)
-    notes = [rung["why"], f"others used {busy:.0%} of the machine" if busy > BUSY else ""]
-    note = "".join(f", {text}" for text in notes if text)
-    cells = {
-        "ms/step": f"{ms:,.1f} ({times[tenth]:,.1f} to {times[~tenth]:,.1f}){note}",
+    return {
+        "ms": f"{1000 * rung['flags']['batch-tokens'] / speed(rung):,.1f}",
         "tokens/s": f"{speed(rung):,.0f}",
         **{column: f"{value:.2f}" for column, value in factors.items()},
         "MFU": f"{mean(run['mfu'] for run in runs):.0%}",
-        "peak MiB": f"{max(run['peak_mib'] for run in runs):,.0f}",
-        "start s": ", ".join(f"{run['start_s']:.1f}" for run in runs),
-        "loss": f"{runs[0]['loss'][-1]:.4f}",
+        "MiB": f"{max(run['peak_mib'] for run in runs):,.0f}",
+        "difference": small(rung["difference"]["loss"]) if "difference" in rung else "",
     }
-    for column, key in (("difference (allowed)", "difference"), ("alone (allowed)", "alone")):
-        found = rung.get(key, {"tolerances": {}})
-        kinds = found["tolerances"]
-        shown, most = ([f"{some[kind]:.0e}" for kind in kinds] for some in (found, kinds))
-        cells[column] = f"{', '.join(shown)} ({', '.join(most)})" if shown else ""
-    return cells
 
 
-def published_cells(name: str, model: str) -> dict:
-    """As it was published; beside another model than 124M the factor over the step before."""
-    cells = {}
-    for column, values in PUBLISHED.items():
-        before = dict(zip(values, [None, *values.values()], strict=False))
-        value = values.get(name, "")
-        cells[column] = value if isinstance(value, str) else f"{value:,.0f}"
-        if model != "gpt2" and not isinstance(value, str):
-            cells[column] = f"x{value / before[name]:.2f}" if before[name] else ""
-    return cells
+def small(share: float) -> str:
+    return f"{share:.0e}" if share else "0"
 
 
-def markdown(table: list[dict]) -> str:
-    columns = list(max(table, key=len))
-    lines = [columns, ["---", *["--:"] * (len(columns) - 1)]]
-    lines += [[row.get(column, "") for column in columns] for row in table]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def notes(content: dict) -> list[str]:
+    """What the cells have no room for: why there is no figure, what disturbed one, and what else
+    was compared."""
+    found = []
+    for rung in content["rungs"]:
+        name, busy = NAMES.get(rung["name"], rung["name"]), [run["busy"] for run in rung["runs"]]
+        if rung["state"] != "measured":
+            found.append(f"{name}: {rung['state']}: {rung['why']}")
+        elif rung["why"]:
+            found.append(f"{name}: {rung['why']}")
+        if max(busy, default=0) > BUSY:
+            found.append(f"{name}: others used {max(busy):.0%} of the machine")
+    alone = {r["name"]: r["alone"]["loss"] for r in measured_rungs(content) if "alone" in r}
+    if alone:
+        names = ", ".join(NAMES.get(name, name) for name in alone)
+        found.append(f"Alone on the float32 base, {names}: losses differ by at most"
+                     f" {small(max(alone.values()))}")  # fmt: skip
+    return found
+
+
+def published() -> str:
+    """Markdown: what others measured; beside their tokens per second the factor over the step
+    before, which is all that is known of some."""
+    table = []
+    for name in NAMES:
+        row = {"rung": title(name)}
+        for column, values in PUBLISHED.items():
+            before = dict(zip(values, [None, *values.values()], strict=False))
+            value = values.get(name, "")
+            is_figure = not isinstance(value, str)
+            factor = f" (x{value / before[name]:.2f})" if is_figure and before[name] else ""
+            row[column] = f"{value:,.0f}{factor}" if is_figure else value
+        if any(row[column] for column in PUBLISHED):
+            table.append(row)
+    return machine.markdown(table)
 
 
 def report(content: dict, file: str) -> str:
     """Markdown: what was measured, where, and in which file of the results it is."""
-    env, flags = content["environment"], content["rungs"][0]["flags"]
-    rungs = content["rungs"]
-    name = {"gpt2": "GPT-2 124M"}.get(flags["model"], flags["model"])
+    env, flags, name = content["environment"], content["rungs"][0]["flags"], model_name(content)
     changed = f" and changes to {', '.join(env['changed'])}" if env["changed"] else ""
     head = (
-        f"**{name} on {env['device_name']}**, T {flags['seq-len']}, {flags['micro-batch-size']}"
-        f" sequences per pass, torch {env['torch']}, {content['date']}, commit"
+        f"**{name} on {machine_name(content)}**: {flags['micro-batch-size']} x"
+        f" {flags['seq-len']} tokens per pass, torch {env['torch']}, {content['date']}, commit"
         f" {env['commit'][:7]}{changed}. Median of {content['settings']['steps']} steps in each of"
-        f" {max(len(r['runs']) for r in rungs)} rounds, and the middle 80 % of them"
-        f" (`benchmarks/results/{file}`)."
+        f" {max(len(r['runs']) for r in content['rungs'])} rounds"
+        f" ([figures](results/{file}), [picture](results/{Path(file).with_suffix('.png')}))."
     )
     unfinished = "" if content.get("complete") else " Not finished: go on with --resume."
-    return f"{head}{unfinished}\n\n{markdown(rows(content))}"
+    lines = "\n".join(f"- {note}" for note in notes(content))
+    return "\n\n".join(filter(None, [head + unfinished, machine.markdown(rows(content)), lines]))
+
+
+def model_name(content: dict) -> str:
+    model = content["rungs"][0]["flags"]["model"]
+    return {"gpt2": "GPT-2 124M"}.get(model, model)
+
+
+def machine_name(content: dict) -> str:
+    env = content["environment"]
+    cores = f", {env['cores']} cores" if env["device"] == "cpu" else ""
+    return machine.plain(env["device_name"]) + cores
 
 
 def compare(a: dict, b: dict) -> str:
@@ -541,45 +567,64 @@ def compare(a: dict, b: dict) -> str:
         table.append(row | {"B / A": f"{speed(other) / speed(rung):.2f}"})
     if not table:
         raise ValueError("the two have no rung in common")
-    return markdown(table)
+    return machine.markdown(table)
 
 
 def draw(content: dict, path: Path):
-    """The speeds as bars, with the published ones as marks, where matplotlib is installed."""
+    """The factors over the first row as bars, those of the lecture beside them where this ladder
+    has its rungs, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no picture: pip install matplotlib", file=sys.stderr)
         return
-    measured = [r for r in content["rungs"] if r["state"] == "measured"]
-    labels = [NAMES.get(r["name"], r["name"]) for r in measured]
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot(yscale="log", ylabel="tokens/s")
-    env = content["environment"]
-    bars = axes.bar(labels, [speed(r) for r in measured], label=env["device_name"], alpha=0.7)
-    factors = [speed(r) / speed(measured[0]) for r in measured]
-    axes.bar_label(bars, [f"x{factor:.2f}" for factor in factors], label_type="center")
-    is_124m = content["settings"]["model"] == "gpt2" and not content["settings"]["leave_one_out"]
-    for column, values in PUBLISHED.items() if is_124m else ():
-        known = {NAMES[name]: value for name, value in values.items() if name in NAMES}
-        known = {n: v for n, v in known.items() if n in labels and not isinstance(v, str)}
-        if known:
-            axes.plot(list(known), list(known.values()), "o", label=f"{column} (published)")
-    axes.tick_params(axis="x", rotation=30)
-    axes.legend()
-    figure.savefig(path)
+    bars = [(machine_name(content), "#1f6feb", *own_bars(content))]
+    names = [rung["name"] for rung in content["rungs"]]
+    if {*SPEED_UPS} <= {*names}:
+        model = "" if content["settings"]["model"] == "gpt2" else ", GPT-2 124M"
+        bars.append((f"{LECTURE}{model} (published)", "#b0b8c4", *lecture_bars(names)))
+    figure = Figure(figsize=(8, 1.4 + 0.42 * len(names)), layout="constrained")
+    axes = figure.add_subplot(xlabel=f'times as fast as "{title(names[0])}"')
+    height = 0.8 / len(bars)
+    for number, (label, color, factors, words) in enumerate(bars):
+        places = [row + (number - (len(bars) - 1) / 2) * height for row in range(len(names))]
+        drawn = axes.barh(places, factors, height, color=color, label=label)
+        texts = [f"{f:.2f}  " * bool(f) + text for f, text in zip(factors, words, strict=True)]
+        axes.bar_label(drawn, texts, padding=4, fontsize=9, color="#303030")
+    axes.set_yticks(range(len(names)), [title(name) for name in names], fontsize=11)
+    axes.set_xlim(0, 1.3 * max(max(factors) for _, _, factors, _ in bars))
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    is_one_off = content["settings"]["leave_one_out"]
+    what = "everything on, one off" if is_one_off else "each speed-up on top of those above it"
+    axes.set_title(f"{model_name(content)}: {what}", fontsize=14)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=11)
+    figure.savefig(path, dpi=120)
 
 
-def with_block(text: str, contents: dict[str, dict]) -> str:
-    """benchmarks/README.md with the tables of these results, by file name, between its marks."""
-    blocks = [report(content, name) for name, content in contents.items()]
+def own_bars(content: dict) -> tuple[list[float], list[str]]:
+    """For each rung the factor over the first one, and a word; 0 where it was not measured."""
+    base = measured_rungs(content)[0]
+    factors = [speed(r) / speed(base) if r["state"] == "measured" else 0 for r in content["rungs"]]
+    return factors, [
+        f"{speed(r):,.0f} tokens/s" if r["state"] == "measured" else r["state"]
+        for r in content["rungs"]
+    ]
+
+
+def lecture_bars(names: list[str]) -> tuple[list[float], list[str]]:
+    """The same of the lecture; 0 and no word where it has no such rung."""
+    values = PUBLISHED[LECTURE]
+    factors = [values.get(name, 0) / values["base"] for name in names]
+    return factors, [f"{values[name]:,.0f} tokens/s" if name in values else "" for name in names]
+
+
+def block(contents: dict[str, dict]) -> str:
+    """What benchmarks/README.md shows of these results, by file name."""
+    parts = [report(content, name) for name, content in contents.items()]
     if all(content["environment"]["device"] != "cuda" for content in contents.values()):
-        blocks.insert(0, "**GPT-2 124M on a GPU**: not measured yet.")
-    before, _, rest = text.partition(MARKS[0])
-    _, mark, after = rest.partition(MARKS[1])
-    if not mark:
-        raise ValueError(f"{README.name} has no {MARKS[0]} and {MARKS[1]}")
-    return "\n\n".join([before + MARKS[0], *blocks, mark + after])
+        parts.insert(0, "**GPT-2 124M on a GPU**: not measured yet.")
+    return "\n\n".join([*parts, "**What others published**, in tokens per second:", published()])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -607,7 +652,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="JSON",
-        help="put their tables into benchmarks/README.md",
+        help="put their tables into benchmarks/README.md, and draw their pictures",
     )
     return parser
 
@@ -635,10 +680,6 @@ def settle(args: Namespace):
         raise ValueError(f"{least}: sizes and steps must be at least 1")
 
 
-def load(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def start(args: Namespace) -> Ladder:
     """A new ladder, or the newest one of the same flags that is not complete."""
     left_out = ("resume", "compare", "readme")
@@ -646,7 +687,7 @@ def start(args: Namespace) -> Ladder:
     if args.resume:
         paths = machine.RESULTS.glob("ladder-*.json")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
-            content = load(path)
+            content = machine.load(path)
             if content["settings"] == settings and not content.get("complete"):
                 return Ladder(args, content, path)
     return Ladder(args, {"date": str(date.today()), "settings": settings, "rungs": []})
@@ -669,10 +710,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if args.compare:
-            print(compare(*map(load, args.compare)))
+            print(compare(*map(machine.load, args.compare)))
         elif args.readme:
-            text, contents = README.read_text("utf-8"), {p.name: load(p) for p in args.readme}
-            README.write_text(with_block(text, contents), "utf-8")
+            contents = {path.name: machine.load(path) for path in args.readme}
+            machine.put_into_readme("ladder", block(contents))
+            for path in args.readme:
+                draw(machine.load(path), path.with_suffix(".png"))
         else:
             settle(args)
             return measure(args)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "benchmarks" / "results"
+README = REPO / "benchmarks" / "README.md"
 
 
 def output(*command) -> str:
@@ -20,6 +21,10 @@ def output(*command) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def plain(device_name: str) -> str:
+    return re.sub(r"\((R|TM)\)| Processor", "", device_name)
 
 
 def cpu_name() -> str:
@@ -73,3 +78,30 @@ def save(path: Path, content: dict):
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(text + "\n", encoding="utf-8")
     os.replace(unfinished, path)
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def markdown(table: list[dict]) -> str:
+    """A table of dicts from column to text."""
+    columns = list(max(table, key=len))
+    lines = [columns, ["---", *["--:"] * (len(columns) - 1)]]
+    lines += [[row.get(column, "") for column in columns] for row in table]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """text with block between its marks of that name; ValueError if it has none."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, mark, after = rest.partition(end)
+    if not mark:
+        raise ValueError(f"{README.name} has no {begin} and {end}")
+    return f"{before}{begin}\n\n{block}\n\n{end}{after}"
+
+
+def put_into_readme(name: str, block: str):
+    text = README.read_text(encoding="utf-8")
+    README.write_text(with_block(text, name, block), encoding="utf-8")

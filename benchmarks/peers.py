@@ -3,6 +3,7 @@
     python benchmarks/peers.py --build-nanogpt DIR --nanogpt DIR --llm-c DIR
     python benchmarks/peers.py --nanogpt DIR --only small
     python benchmarks/peers.py --llm-c DIR --micro-batch-sizes 32 64 --rounds 2 --flags=--no-bf16
+    python benchmarks/peers.py --readme benchmarks/results/peers-*.json
 
 DIR is a clone of https://github.com/karpathy/NAME; any of the three may be left out. Their own
 scripts run, from a copy in a temporary folder. What is no flag of theirs is changed there, by name;
@@ -369,6 +370,20 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def block(contents: dict[str, dict]) -> str:
+    """What benchmarks/README.md shows of these results, by file name."""
+    parts = []
+    for name, content in contents.items():
+        env = content["environment"]
+        where = f"{machine.plain(env['device_name'])}, {env['cores']} cores"
+        for model, result in content["results"].items():
+            shape = f"{result['batch_tokens']:,} tokens a step, sequences of {result['seq_len']}"
+            when = f"{content['date']}, commit {env['commit'][:7]}"
+            parts.append(f"**{model} on {where}**: {shape}, {when} ([figures](results/{name})).")
+            parts.append(table({model: result}))
+    return "\n\n".join(parts)
+
+
 # --------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +400,7 @@ def parse_args() -> argparse.Namespace:
     add("--seq-len", type=int, help="of gpt2 (default: 1024, on a CPU 256)")
     add("--batch-tokens", type=int, help="of gpt2 (default: 524288, on a CPU 1024)")
     add("--flags", default="", help="more flags of train_gpt2.py, as one word: --flags='--a --b'")
+    add("--readme", type=Path, nargs="+", metavar="JSON", help="show these in benchmarks/README.md")
     return parser.parse_args()
 
 
@@ -441,7 +457,11 @@ def main() -> int:
     args = parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the program that runs, too
     try:
-        measure(args)
+        if args.readme:
+            contents = {path.name: machine.load(path) for path in args.readme}
+            machine.put_into_readme("peers", block(contents))
+        else:
+            measure(args)
     except subprocess.CalledProcessError as error:
         return error.returncode  # prepare_data.py has said why
     except (OSError, ValueError) as error:

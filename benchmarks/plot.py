@@ -59,7 +59,7 @@ class Run:
         return np.interp(steps, [0, *made], [0, *np.cumsum(ms)]) / 3.6e6
 
 
-CURVES = ("loss", "training", "-", 0.5), ("val_loss", "validation", "o", 1)
+CURVES = ("loss", "training", "-", 0.5), ("val_loss", "validation", "o", 1)  # opacities
 AXES = {"steps": lambda run, steps: steps, "tokens": Run.tokens, "hours of steps": Run.hours}
 
 
@@ -184,22 +184,30 @@ def draw(runs: list[Run], references: list[dict], path: Path):
         for color, run in enumerate(runs):
             draw_run(axes, run, place, f"C{color}")
         axes.set(xlabel=title, yscale="log", xlim=(0, axes.get_xlim()[1]))
+        axes.locator_params(axis="x", nbins=5)
         for number, reference in enumerate(shown):
             draw_reference(axes, reference, title, f"C{len(runs) + number}")
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("loss (nats per token)")
+    figure.suptitle("; ".join(dict.fromkeys(map(what_ran, runs))), fontsize=15)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path)
     print(path)
 
 
+def what_ran(run: Run) -> str:
+    data = run.flags["data_dir"] or "Python's own source"
+    return f"{run.flags['model']}, {run.flags['batch_tokens']:,} tokens a step, {data}"
+
+
 def draw_run(axes, run: Run, place, color: str):
-    for name, label, style, width in CURVES:
+    for name, label, style, alpha in CURVES:
         steps, losses = run.series(name)
-        label = f"{run.name}: {label}"
-        look = {"color": color, "linewidth": width, "markersize": 3, "label": label}
+        last = f" {losses[-1]:.3f} after step {steps[-1]:,.0f}" if len(steps) else ""
+        look = {"color": color, "linewidth": 0.8, "markersize": 6, "alpha": alpha}
+        look["label"] = f"{run.name}: {label}{last}"
         axes.plot(place(run, steps), losses, style, **look)
 
 

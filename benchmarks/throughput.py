@@ -183,6 +183,22 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def block(contents: dict[str, dict]) -> str:
+    """What benchmarks/README.md shows of these results, by file name."""
+    rows = []
+    for content in contents.values():
+        for model, result in content["results"].items():
+            summary = result["summary"]
+            ours, theirs = (f"{summary['tokens_per_s'][n]:,.0f}" for n in (OURS, THEIRS))
+            rows.append({
+                "processor": machine.plain(content["environment"]["device_name"]),
+                "model": {"gpt2": "124M"}.get(model, model), "precision": content["precision"],
+                "tokens/s": ours, "plain loop": theirs, "ratio": f"{summary['ratio']:.2f}",
+                "MFU": f"{summary['mfu']:.0%}", "MiB": f"{summary['peak_mib'][OURS]:,.0f}",
+            })  # fmt: skip
+    return machine.markdown(rows)
+
+
 def write(results: dict[str, dict], args: Namespace) -> Path:
     """Write the results, and return where; the next run of the same flags and day replaces them."""
     env = [machine.environment(result.pop("environment")) for result in results.values()][0]
@@ -202,6 +218,7 @@ def parse_args() -> Namespace:
     add("--rounds", type=int, default=3, help="runs of each program (default: 3)")
     add("--steps", type=int, default=0, help="timed steps of a run (default 0: gpt2 6, nano 40)")
     add("--bf16", action="store_true", help="bfloat16 autocast (default: float32)")
+    add("--readme", type=Path, nargs="+", metavar="JSON", help="show these in benchmarks/README.md")
     add("--baseline", type=Path, help=argparse.SUPPRESS)  # one plain loop, in this process
     args = parser.parse_args()
     if args.rounds < 1 or args.steps < 0:
@@ -213,6 +230,10 @@ def main() -> int:
     args = parse_args()
     if args.baseline:
         print(json.dumps(plain_loop(args.baseline)))
+        return 0
+    if args.readme:
+        contents = {path.name: machine.load(path) for path in args.readme}
+        machine.put_into_readme("throughput", block(contents))
         return 0
     try:
         importlib.metadata.version("transformers")
