@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import re
 import runpy
 import shutil
@@ -35,7 +36,7 @@ import train_gpt2
 from model import GPT, GPTConfig
 from support import checkpoint
 from support.checkpoint import checkpoints, read_checkpoint
-from support.files import locked
+from support.files import locked, missing_vocab
 
 torch.backends.mps.is_available = lambda: False
 
@@ -46,6 +47,10 @@ TINY = {  # flags of a run of a second
     "sample_tokens": 20,
 }  # fmt: skip
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ... of pytest-xdist; none: alone
+NEEDS_POSIX = pytest.mark.skipif(os.name != "posix", reason="needs links, pipes and fork")
+NEEDS_GPT2 = pytest.mark.skipif(
+    bool(missing_vocab()), reason="TIKTOKEN_CACHE_DIR has no GPT-2 vocabulary"
+)
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
@@ -188,6 +193,32 @@ def write_shard(path: Path, tokens: np.ndarray):
     path.write_bytes(dataloader.shard_header(len(tokens)) + tokens.astype("<u2").tobytes())
 
 
+def jsonl(path: Path, *records) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf8")
+    return path
+
+
+def prepare(folder: Path, *flags) -> int:
+    return prepare_data.main(["--data-dir", str(folder), *map(str, flags)])
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    """A folder of 40 documents of up to 2 kB, written in no order."""
+    (tmp_path / "texts").mkdir()
+    for n in random.Random(0).sample(range(40), 40):
+        (tmp_path / "texts" / f"{n:02}.txt").write_bytes(b"line %d\n" % n * (5 * n + 1))
+    return tmp_path / "texts"
+
+
+class Killed(BaseException):
+    pass
+
+
 def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: int | None, inject):
     """One rank, in its own process, with its output in folder. It kills itself after a step.
     inject, a function of a module, is called with the rank before and may break anything."""
@@ -310,11 +341,22 @@ def train(argv, folder: Path, ranks: int = 1, kill_after: int | None = None, inj
     return finish(start_ranks(argv, folder, ranks, kill_after, inject), folder)
 
 
+def run(folder: Path, data_dir: Path, name: str = "run", ranks: int = 1, **changes) -> Path:
+    """The folder of a run that must succeed."""
+    code, _, err = train(flags(data_dir=data_dir, out_dir=name, **changes), folder, ranks)
+    assert code == 0, err
+    return folder / name
+
+
 def records(out_dir: Path, name: str) -> dict[int, float]:
     """Step -> value of name in the log; after a resume the later one counts."""
     lines = (out_dir / "log.jsonl").read_text().splitlines()
     whole = [json.loads(line) for line in lines if re.fullmatch('{"time".*}', line)]
     return {line["step"]: line[name] for line in whole if name in line}
+
+
+def losses(out_dir: Path) -> dict[int, float]:
+    return records(out_dir, "loss")
 
 
 def state_of(step: int, **parts) -> dict:

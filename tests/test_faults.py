@@ -2,7 +2,6 @@
 broke, and compares what comes of it with the run that nothing happened to."""
 
 import builtins
-import contextlib
 import errno
 import itertools
 import json
@@ -40,7 +39,7 @@ from conftest import (
 
 import prepare_data
 import train_gpt2
-from support import corpus, files, inputs
+from support import files, inputs
 from support.checkpoint import (
     checkpoints,
     is_good,
@@ -417,25 +416,6 @@ def test_a_background_save_that_fails_ends_the_run_after_a_good_one(oracle, data
     assert fired(tmp_path) and code == 6 and "checkpoint_000005.pt can't be written: " in err
     [path] = checkpoints(tmp_path / "run")
     assert 5 < read_checkpoint(path)["step"] < 10 and "stopped" not in out
-
-
-def test_a_folder_that_another_run_wrote_to_meanwhile_is_not_taken(tmp_path):
-    """Between the look at its checkpoints and its lock, as when a scheduler starts a run again
-    while the old one still ends."""
-    save_checkpoint(tmp_path, state_of(5), 2)
-    with pytest.raises(OSError, match="has a new checkpoint meanwhile: repeat"):
-        train_gpt2.folder.take(tmp_path, 2, 0, seen=[])
-    train_gpt2.folder.take(tmp_path, 2, 0, seen=checkpoints(tmp_path)).close()
-
-
-def test_an_exit_code_needs_no_reader(tmp_path):
-    """Whoever reads the errors may have gone away."""
-    with open("/dev/full", "w", buffering=1) as full, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", full)
-        assert train_gpt2.guard.fail(4, "error: many words", True) == 4
-        patch.undo()
-        with contextlib.suppress(OSError):
-            full.close()
 
 
 def little_room(rank: int):
@@ -1116,12 +1096,6 @@ def test_a_step_that_is_left_out_is_left_out_after_a_resume_too(data_dir, tmp_pa
     assert [[why[:11] for why in s["skipped"]] for s in saved] == [["step 4 gave"]] * 2
 
 
-def test_a_spike_is_a_notice():
-    losses = list(np.random.default_rng(0).normal(3, 0.1, 50))
-    assert not train_gpt2.log.spike(losses, 3.4) and not train_gpt2.log.spike(losses[:19], 30)
-    assert "SPIKE: " in train_gpt2.log.spike(losses, 4.5)
-
-
 def change_a_weight(run):
     with torch.no_grad():
         next(run.state.model.parameters()).flatten()[0] += 1e-3
@@ -1392,19 +1366,6 @@ def test_a_crash_at_every_operation_of_preparing_costs_nothing(
     found = f"{points} of preparing {len(content('whole')) - 1} shards"
     record_property("crash points", found)
     assert points > 100
-
-
-def test_a_manifest_leads_nowhere_else(data_dir, tmp_path):
-    data = shutil.copytree(data_dir, tmp_path / "data")
-    outside = shutil.copy(data / "train_000000.bin", tmp_path / "outside.bin")
-    text = re.sub(r',\s*"crc32": \d+\s*}$', "}", (data / "manifest.json").read_text())  # by hand
-    for name in ("../outside.bin", str(outside)):
-        (data / "manifest.json").write_text(text.replace("train_000000.bin", name))
-        with pytest.raises((OSError, ValueError), match=r"data.outside\.bin"):
-            corpus.open_folder(data)
-    (data / "manifest.json").write_text(text.replace('"tokens": 1009', '"tokens": 999999999999', 1))
-    with pytest.raises(ValueError, match="999,999,999,999"):
-        corpus.open_folder(data)
 
 
 @pytest.mark.slow

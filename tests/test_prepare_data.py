@@ -1,12 +1,9 @@
 """Tests ../prepare_data.py."""
 
 import errno
-import glob
-import gzip
 import hashlib
 import http.server
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -20,42 +17,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import NEEDS_GPT2, Killed, content, jsonl, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_dataloader import NEEDS_POSIX, eval_file_of, read_back
+from test_flags import check_mistake
+from test_inputs import KINDS
+from test_questions import HELLASWAG
 
 import dataloader
 import prepare_data
 from dataloader import HEADER_BYTES, Shard
-from support import corpus, files, inputs, questions
+from support import corpus, files, inputs
 from support.corpus import open_folder
 from support.files import missing_vocab
 
 PROGRAM = prepare_data.__file__
-NEEDS_GPT2 = pytest.mark.skipif(
-    bool(missing_vocab()), reason="TIKTOKEN_CACHE_DIR has no GPT-2 vocabulary"
-)
-
-
-def prepare(folder: Path, *flags) -> int:
-    return prepare_data.main(["--data-dir", str(folder), *map(str, flags)])
 
 
 def stream(shards: list[Shard]) -> list[int]:
     return [token for shard in shards for token in shard.read(0, shard.num_tokens).tolist()]
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-@pytest.fixture
-def texts(tmp_path) -> Path:
-    """A folder of 40 documents of up to 2 kB, written in no order."""
-    (tmp_path / "texts").mkdir()
-    for n in random.Random(0).sample(range(40), 40):
-        (tmp_path / "texts" / f"{n:02}.txt").write_bytes(b"line %d\n" % n * (5 * n + 1))
-    return tmp_path / "texts"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,13 +185,6 @@ def read(path: Path) -> str:
         return ""
 
 
-def test_the_standard_library_is_this_pythons_source():
-    files = inputs.standard_library()
-    assert {json.__file__, random.__file__} <= set(files)
-    assert all(file.endswith(".py") for file in files) and "site-packages" not in "".join(files)
-    assert sum(map(os.path.getsize, files)) > 5_000_000
-
-
 def test_without_a_network_the_message_names_the_files_to_fetch(tmp_path, monkeypatch, capsys):
     pytest.importorskip("tiktoken")
     prepare_data.gpt2_tokenizer.cache_clear()
@@ -229,143 +202,6 @@ def test_without_a_network_the_message_names_the_files_to_fetch(tmp_path, monkey
 
 # --------------------------------------------------------------------------------------------------
 # Inputs
-
-
-def read_all(*files: Path, field: str = "text") -> tuple[list[bytes], Counter]:
-    skipped = Counter()
-    found = inputs.read(list(map(str, files)), field, skipped)
-    return [b"".join(blocks) for blocks in found], skipped
-
-
-LINES = b'{"text": "a\\nb"}\n{"id": 7, "text": "\\u00e9"}\n{"text": "<|endoftext|>"}\n'
-TEXTS = [b"a\nb", b"\xc3\xa9", b"<|endoftext|>"]
-
-
-def zstd(data: bytes) -> bytes:
-    codec = pytest.importorskip("pyarrow").Codec("zstd")
-    frames = codec.compress(data[:20]), codec.compress(data[20:])  # as parallel compressors write
-    return b"".join(frame.to_pybytes() for frame in frames)
-
-
-def parquet(data: bytes) -> bytes:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"id": [1, 2, 3], "text": [t.decode() for t in TEXTS]}), sink)
-    return sink.getvalue().to_pybytes()
-
-
-KINDS = {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstd, ".parquet": parquet}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_line_or_row_is_a_document(kind, tmp_path):
-    (tmp_path / f"a{kind}").write_bytes(KINDS[kind](LINES))
-    assert read_all(tmp_path / f"a{kind}") == (TEXTS, {})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_file_is_named(kind, tmp_path, capsys):
-    (tmp_path / f"a{kind}").write_bytes(KINDS[kind](LINES * 9)[:-9] + b"\xff")
-    if kind != ".jsonl":  # of which a line would be skipped
-        assert prepare(tmp_path / "data", "--input", tmp_path / f"a{kind}") == 2
-        assert f"a{kind} can't be read: " in capsys.readouterr().err
-        assert os.listdir(tmp_path) == [f"a{kind}"]
-
-
-def test_a_record_without_text_is_skipped_counted_and_named(tmp_path, capsys):
-    bad = [
-        b"text",
-        b'["text"]',
-        b'{"txt": ""}',
-        b'{"text": 1}',
-        b'{"text": null}',
-        b'{"text": "\xff"}',
-    ]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*LINES.splitlines(), *bad, b'{"text": ""}']))
-    assert read_all(tmp_path / "a.jsonl")[0] == [*TEXTS, b""]
-    assert prepare(tmp_path / "data", "--input", tmp_path / "a.jsonl") == 0
-    printed = capsys.readouterr().out
-    assert f"skipped: 6 documents, no text under --text-field text in {tmp_path}" in printed
-    assert "skipped: 1 documents, empty" in printed
-
-
-def test_half_a_surrogate_pair_is_what_tiktoken_makes_of_it(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud800 \\ud83d\\ude00"}\n')
-    assert read_all(tmp_path / "a.jsonl")[0] == ["\ufffd \N{GRINNING FACE}".encode()]
-
-
-def test_the_text_field_is_what_it_is_called(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(LINES.replace(b'text"', b'content"'))
-    assert read_all(tmp_path / "a.jsonl", field="content") == (TEXTS, {})
-
-
-def test_folders_and_patterns_are_read_sorted_once_and_without_hidden_files(texts):
-    (texts / ".git").mkdir()
-    for name in (".hidden.txt", ".git/config", "[1].txt"):
-        (texts / name).touch()
-    expected = [str(texts / f"{n:02}.txt") for n in range(40)]
-    assert inputs.files_in([str(texts)]) == [*expected, str(texts / "[1].txt")]
-    assert inputs.files_in([str(texts / "[0-9]*"), str(texts / "0*")]) == expected
-    assert inputs.files_in([str(texts / "[1].txt")]) == [str(texts / "[1].txt")]
-
-
-@NEEDS_POSIX
-def test_links_that_go_in_circles_are_followed_once(texts, tmp_path):
-    (texts / "z").mkdir()
-    for name in ("a", "b"):
-        (texts / name).symlink_to(texts)
-        (texts / "z" / name).symlink_to("..")
-    (texts / "z" / "deep.txt").write_text("deep")
-    (texts / "itself").symlink_to("itself")
-    names = [f"{n:02}.txt" for n in range(40)]
-    expected = [str(texts / name) for name in [*names, "z/deep.txt"]]
-    assert inputs.files_in([str(texts)]) == expected
-    assert sorted(inputs.files_in([str(texts / "**" / "*.txt")])) == expected
-
-
-def test_folders_and_patterns_find_what_glob_finds(tmp_path, monkeypatch):
-    rng = random.Random(0)
-    for _ in range(150):
-        parts = rng.choices(["a", "b", "a-b", ".c", "[d]"], k=rng.randint(0, 4))
-        tmp_path.joinpath(*parts).mkdir(parents=True, exist_ok=True)
-        tmp_path.joinpath(*parts, rng.choice(["x", "e f", ".h"])).touch()
-    monkeypatch.chdir(tmp_path)
-    patterns = ["**", "**/*", "a/**", "**/x", "*/**/b/*", "a/**/[[]d]/**", "**/**/e f", "a**/x"]
-    for pattern in [*patterns, f"{tmp_path}/**", f"{tmp_path}/**/a-b/*"]:
-        found, wanted = (
-            {os.path.normpath(name) for name in names if os.path.isfile(name)}
-            for names in (inputs.matches(pattern), glob.glob(pattern, recursive=True))
-        )
-        assert found == wanted and found, pattern
-
-
-def test_a_line_nested_too_deeply_is_skipped_and_counted_with_its_number(tmp_path, capsys):
-    deep = b"[" * 10**5, b'{"text":' * 10**5, b'{"text": "a", "b": ' + b"[" * 10**5 + b"]" * 10**5
-    lines = [*LINES.splitlines() * 9, *deep]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    assert read_all(tmp_path / "a.jsonl")[0] == TEXTS * 9
-    assert prepare(tmp_path / "data", "--input", tmp_path / "a.jsonl") == 0
-    why = f"no text under --text-field text in {tmp_path / 'a.jsonl'}, first in line 28"
-    assert f"skipped: 3 documents, {why}\n" in capsys.readouterr().out
-
-
-@NEEDS_POSIX
-def test_a_name_that_is_no_utf8_ends_nothing(tmp_path):
-    name = os.fsencode(tmp_path) + b"/\xff\n\x1b[2J.jsonl"
-    with open(name, "wb") as f:
-        f.write(LINES * 9 + b"[]")
-    folder = os.fsencode(tmp_path) + b"/\xfe"
-    line = [sys.executable, PROGRAM, "--input", name, "--data-dir", folder]
-    done = subprocess.run(line, capture_output=True)
-    assert done.returncode == 0 and b"\x1b" not in done.stdout
-    assert rb"\udcff \x1b[2J.jsonl, first in line 28" in done.stdout
-
-
-def test_an_extra_that_is_missing_is_named_with_its_cure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "a.jsonl.zst").touch()
-    assert prepare(tmp_path / "data", "--input", tmp_path / "a.jsonl.zst") == 2
-    assert "pip install pyarrow" in capsys.readouterr().err
 
 
 MISTAKES = {
@@ -500,228 +336,7 @@ def test_a_dry_run_writes_nothing_and_its_estimate_is_near(kind, texts, tmp_path
 
 
 # --------------------------------------------------------------------------------------------------
-# Multiple-choice questions
-
-ENDINGS = ["uses wrap.", "rips tiles off\u2026", "<|endoftext|>", " starts"]
-ARC = {"text": ["dry", "wet palms", "oily"], "label": ["A", "B", "C"]}
-LAYOUTS = {  # records, and the texts and label that each must become
-    "HellaSwag": [
-        ({"ind": 24, "ctx": "A man. he", "endings": ENDINGS, "label": 3, "split": "val"},
-         "A man. he", ENDINGS, 3),
-        ({"ctx": "<|endoftext|> caf\u00e9 ", "endings": ENDINGS[::-1], "label": "0"},
-         "<|endoftext|> caf\u00e9 ", ENDINGS[::-1], 0),
-    ],
-    "ARC": [
-        ({"id": "x", "question": "Which skin?", "choices": ARC, "answerKey": "B"},
-         "Question: Which skin?\nAnswer:", ARC["text"], 1),
-        ({"question": "Why?", "choices": ARC | {"label": ["1", "2", "3"]}, "answerKey": "3"},
-         "Question: Why?\nAnswer:", ARC["text"], 2),
-    ],
-    "plain": [
-        ({"question": "2+2?", "choices": ["3", "4"], "answer": answer},
-         "Question: 2+2?\nAnswer:", ["3", "4"], 1) for answer in (1, "B", "4")
-    ],
-}  # fmt: skip
-
-
-def jsonl(path: Path, *records) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf8")
-    return path
-
-
-def ids(tokenizer: str, text: str) -> list[int]:
-    import tiktoken
-
-    gpt2 = tiktoken.get_encoding("gpt2") if tokenizer == "gpt2" else None
-    return gpt2.encode_ordinary(text) if gpt2 else list(text.encode())
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_questions_become_llmcs_file_byte_for_byte(layout, tokenizer, tmp_path, capsys):
-    records, contexts, choices, labels = zip(*LAYOUTS[layout], strict=True)
-    expected = [
-        (ids(tokenizer, context), [ids(tokenizer, " " + text) for text in texts], label)
-        for context, texts, label in zip(contexts, choices, labels, strict=True)
-    ]
-    files = jsonl(tmp_path / "my val.jsonl", records[0]), jsonl(tmp_path / "2.jsonl", *records[1:])
-    files[0].write_bytes(b"\n" + files[0].read_bytes().replace(b"\n", b"\r\n"))  # as Windows has it
-    flags = ("--multiple-choice", *files, "--tokenizer", tokenizer)
-    assert prepare(tmp_path / "a" / "data", *flags) == 0
-    path = tmp_path / "a" / "data" / "my val.bin"
-    assert path.read_bytes() == eval_file_of(expected)
-    assert read_back(path) == expected
-    assert set(os.listdir(path.parent)) == {path.name, "lock"}
-    tokens = sum(len(text) for context, texts, _ in expected for text in (context, *texts))
-    longest = max(len(context) + len(text) for context, texts, _ in expected for text in texts)
-    counts = f"{len(records)} examples of {len(choices[0])} choices, {tokens} tokens ({tokenizer})"
-    command = f"python train_gpt2.py ... --hellaswag '{path}'"
-    assert capsys.readouterr().out == f"{counts}, the longest {longest}: {command}\n"
-
-
-def test_unlike_numbers_of_choices_are_named(tmp_path, capsys):
-    (first, *_), (second, *_) = LAYOUTS["HellaSwag"][0], LAYOUTS["plain"][0]
-    flags = ("--multiple-choice", jsonl(tmp_path / "a.jsonl", first, second, first))
-    assert prepare(tmp_path, *flags) == 0
-    assert "3 examples of 2 or 4 choices, " in capsys.readouterr().out
-
-
-def without(record: dict, name: str) -> dict:
-    return {key: value for key, value in record.items() if key != name}
-
-
-[HELLASWAG, _], [SKIN, _], [PLAIN, *_] = ([q[0] for q in LAYOUTS[name]] for name in LAYOUTS)
-TEST_SPLIT = "has no label (as HellaSwag's test split: use its validation split)"
-NO_TEXT = "has a context or a choice that is empty or no text"
-FOREIGN = "is not laid out as HellaSwag, ARC or question, choices, answer: "
-BAD_RECORDS = [
-    (HELLASWAG | {"label": ""}, TEST_SPLIT),
-    (without(HELLASWAG, "label"), TEST_SPLIT),
-    (SKIN | {"answerKey": None}, TEST_SPLIT),
-    (without(PLAIN, "answer"), TEST_SPLIT),
-    (HELLASWAG | {"label": 4}, "has label 4, which names 0 of 4 choices and not 1 of 2 or more"),
-    (HELLASWAG | {"label": "-1"}, "has label '-1', which names 0 of 4 choices"),
-    (HELLASWAG | {"label": True}, "has label True, which names 0 of 4 choices"),
-    (HELLASWAG | {"label": 1.5}, "has label 1.5, which names 0 of 4 choices"),
-    (HELLASWAG | {"label": [1]}, "has label [1], which names 0 of 4 choices"),
-    (SKIN | {"answerKey": "D"}, "has label 'D', which names 0 of 3 choices"),
-    (SKIN | {"choices": ARC | {"label": ["A", "A", "B"]}, "answerKey": "A"}, "names 2 of 3"),
-    (SKIN | {"choices": ARC | {"label": ["A", "B"]}}, "has label 'B', which names 1 of 3 choices"),
-    (PLAIN | {"answer": "C"}, "has label 'C', which names 0 of 2 choices"),
-    (PLAIN | {"choices": ["B", "A"], "answer": "A"}, "has label 'A', which names 2 of 2 choices"),
-    (PLAIN | {"choices": ["4"], "answer": 0}, "has label 0, which names 1 of 1 choices"),
-    (HELLASWAG | {"endings": [*ENDINGS[:3], ""]}, NO_TEXT),
-    (HELLASWAG | {"ctx": ""}, NO_TEXT),
-    (HELLASWAG | {"ctx": None}, NO_TEXT),
-    (PLAIN | {"choices": [3, 4]}, NO_TEXT),
-    (PLAIN | {"choices": "34"}, NO_TEXT),
-    (PLAIN | {"choices": None}, FOREIGN + "TypeError("),
-    (PLAIN | {"question": {"stem": "2+2?"}}, FOREIGN + "TypeError("),
-    (without(HELLASWAG, "ctx"), FOREIGN + "KeyError('question')"),
-    (without(HELLASWAG, "endings"), FOREIGN + "KeyError('endings')"),
-    (SKIN | {"choices": {"text": ["x", "y"]}}, FOREIGN + "KeyError('label')"),
-    ("text", FOREIGN),
-    ([HELLASWAG], FOREIGN),
-    (7, FOREIGN),
-    (HELLASWAG | {"ctx": "x" * 40_000}, "takes 80,122 bytes, more than the 65,535 of the format"),
-]
-
-
-def check_refused(line: bytes, why: str, folder: Path, capsys):
-    """That it is one line that names file, line and cure, and that nothing is left behind."""
-    (folder / "a.jsonl").write_bytes(json.dumps(HELLASWAG).encode() + b"\n\n" + line)
-    assert prepare(folder / "data", "--multiple-choice", folder / "a.jsonl") == 2
-    error = capsys.readouterr().err
-    where = f"prepare_data.py: error: {folder / 'a.jsonl'}, line 3: "
-    assert error.startswith(where) and why in error and error.count("\n") == 1
-    assert error.endswith("; correct the line or leave it out\n")
-    assert os.listdir(folder) == ["a.jsonl"]
-
-
-@pytest.mark.parametrize(("record", "why"), BAD_RECORDS)
-def test_a_bad_record_is_one_line_with_its_place(record, why, tmp_path, capsys):
-    check_refused(json.dumps(record).encode(), why, tmp_path, capsys)
-
-
-@pytest.mark.parametrize(("line", "why"), [
-    (b'{"ctx": ', "Expecting value"), (b'{"ctx": "\xff"}', "can't decode"), (b"[" * 10**5, FOREIGN),
-], ids=["cut", "not UTF-8", "deep"])  # fmt: skip
-def test_a_line_that_is_no_json_is_one_line_with_its_place(line, why, tmp_path, capsys):
-    check_refused(line, why, tmp_path, capsys)
-
-
-def test_the_format_has_room_for_65534_bytes_and_65535_examples():
-    def example(length: int) -> questions.Example:
-        return questions.Example(np.zeros(length, "u2"), [np.zeros(1, "u2")] * 2, 0)
-
-    words = questions.example_words(example(32_757), 65_534)
-    assert words[:3].tolist() == [65535, 65_534, 65_534] and words.nbytes == 65_534
-    with pytest.raises(ValueError, match="takes 65,536 bytes, more than the 65,535 of the format"):
-        questions.example_words(example(32_758), 0)
-    with pytest.raises(ValueError, match="is example 65,536, more than the 65,535 of the format"):
-        questions.example_words(example(1), 65_535)
-
-
-def test_questions_overwrite_nothing_and_leave_nothing_half_written(tmp_path, monkeypatch, capsys):
-    flags = ("--multiple-choice", jsonl(tmp_path / "a.jsonl", HELLASWAG))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Killed))
-        with pytest.raises(Killed):
-            prepare(tmp_path / "data", *flags)
-    assert os.listdir(tmp_path / "data") == ["lock"]
-    (tmp_path / "data" / "a.bin").write_bytes(b"mine")
-    assert prepare(tmp_path / "data", *flags) == 2
-    why = f"{tmp_path / 'data' / 'a.bin'} exists; move it away, or name another --data-dir\n"
-    assert capsys.readouterr().err.endswith(f"error: {why}")
-    assert content(tmp_path / "data")["a.bin"] == b"mine" and len(content(tmp_path / "data")) == 2
-
-
-def write_questions(folder: Path, n: int, barrier, codes):
-    write_examples = questions.write_examples
-
-    def at_once(*args):
-        barrier.wait(300)
-        write_examples(*args)
-
-    questions.write_examples = at_once
-    flags = "--multiple-choice", folder / f"{n}" / "a.jsonl"
-    codes.put(prepare(folder / "data", *flags))
-
-
-@NEEDS_POSIX
-def test_of_two_that_write_the_same_questions_at_once_one_wins_whole(tmp_path):
-    """Repeated, since they must meet."""
-    context = multiprocessing.get_context("fork")
-    for n, records in enumerate(([HELLASWAG] * 400, [PLAIN] * 400)):
-        (tmp_path / f"{n}").mkdir()
-        jsonl(tmp_path / f"{n}" / "a.jsonl", *records)
-        assert prepare(tmp_path / f"alone{n}", "--multiple-choice", tmp_path / f"{n}/a.jsonl") == 0
-    whole = [(tmp_path / f"alone{n}" / "a.bin").read_bytes() for n in (0, 1)]
-    for _ in range(10):
-        barrier, codes = context.Barrier(2), context.SimpleQueue()
-        processes = [
-            context.Process(target=write_questions, args=(tmp_path, n, barrier, codes))
-            for n in (0, 1)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(300)
-        assert sorted([codes.get(), codes.get()]) == [0, 2]
-        assert set(os.listdir(tmp_path / "data")) == {"a.bin", "lock"}
-        assert (tmp_path / "data" / "a.bin").read_bytes() in whole
-        (tmp_path / "data" / "a.bin").unlink()
-
-
-def test_a_file_without_questions_is_refused(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_bytes(b"\n\n")
-    assert prepare(tmp_path / "data", "--multiple-choice", tmp_path / "a.jsonl") == 2
-    assert f"no questions in {tmp_path / 'a.jsonl'}; name another" in capsys.readouterr().err
-    assert prepare(tmp_path / "data", "--multiple-choice", tmp_path / "b.jsonl") == 2
-    assert "No such file or directory" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-@pytest.mark.parametrize("name", ["hellaswag_val", "hellaswag_train", "train_val", "zval"])
-def test_questions_in_a_data_folder_are_no_shard(name, texts, tmp_path):
-    folder, flags = tmp_path / "data", ("--input", texts, "--shard-tokens", 10_000)
-    assert prepare(folder, *flags) == 0
-    before = open_folder(folder)
-    questions = jsonl(tmp_path / f"{name}.jsonl", HELLASWAG)
-    assert prepare(folder, "--multiple-choice", questions) == 0
-    assert prepare(folder, "--verify") == 0 and open_folder(folder) == before
-    (folder / "manifest.json").unlink()
-    after = open_folder(folder)
-    assert [s.path for s in after.train] == [s.path for s in before.train]
-    assert [s.path for s in after.val] == [s.path for s in before.val]
-
-
-# --------------------------------------------------------------------------------------------------
 # Killed and repeated
-
-
-class Killed(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("val_fraction", [0.3, 0], ids=["val drawn", "val from the end"])
@@ -1165,58 +780,6 @@ def test_a_shard_that_is_there_is_not_fetched_again(server, tmp_path):
         (tmp_path / "data" / name).write_bytes(server.files[name])
     assert download(tmp_path / "data", server) == 0
     assert is_good(tmp_path / "data", server) and server.begins == []
-
-
-FLAGS = {
-    "--download fineweb --shards 104": "at least 1 and at most 103: fineweb has",
-    "--download fineweb --shards 0": "--shards 0 must be a number of at least 1 and at most",
-    "--shard-tokens 1000": "--shard-tokens 1000 must be a number of at least 1024 and at most 2147",
-    "--val-fraction 1": "--val-fraction 1.0 must be a number of at least 0 and at most 0.5",
-    "--workers -1": "--workers -1 must be a number of at least 0 and at most 61",
-    "--workers 62": "--workers 62 must be a number of at least 0 and at most 61",
-    "--download fineweb --dry-run": "--dry-run is for --input, not for --download; see --help",
-    "--multiple-choice arc.jsonl --dry-run --data-dir data": "--dry-run is for --input, not for --",
-    "--verify --dry-run --data-dir data": "--dry-run is for --input, not for --verify; see --help",
-    "--input book.txt": "--input needs --data-dir; see --help",
-    "--multiple-choice arc.jsonl": "--multiple-choice needs --data-dir; see --help",
-    "--verify": "--verify needs --data-dir; see --help",
-    "--multiple-choice arc.jsonl --input book.txt": "not allowed together: --input --mul",
-    "--input book.txt --download fineweb": "not allowed together: --input --download; see --help",
-    "--verify --download fineweb": "not allowed together: --download --verify; see --help",
-    "--tokeniser gpt2": "unrecognized arguments: --tokeniser gpt2; did you mean --tokenizer?",
-}
-
-
-@pytest.mark.parametrize("line", FLAGS)
-def test_flags_out_of_range_are_refused(line, capsys):
-    assert prepare_data.main(line.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("prepare_data.py: error: ") and FLAGS[line] in error
-    assert error.count("\n") == 1
-
-
-NUMBERS = ("shard-tokens", "val-fraction", "seed", "workers", "shards")
-NO_NUMBERS = ("--", "", "x", "nan", "inf", "1e400", "1e9", "9" * 40, "-" + "9" * 40, "9" * 10**4,
-              "\0", "\ud800", "\x1b[2J", "0x10", "1,000", "\n")  # fmt: skip
-
-
-def check_mistake(line: list[str], capsys):
-    assert prepare_data.main(line) == 2, line
-    out, error = capsys.readouterr()
-    assert not out and error.startswith("prepare_data.py: error: ") and len(error) < 1200
-    assert error.endswith("\n") and error[:-1].isprintable(), error
-
-
-@pytest.mark.parametrize("flag", NUMBERS)
-def test_a_number_that_is_none_is_one_line(flag, texts, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    before = os.listdir()
-    for value in NO_NUMBERS:
-        check_mistake(["--input", "texts", "--data-dir", "data", f"--{flag}={value}"], capsys)
-        if not value.startswith("-"):
-            line = ["--input", "texts", "--data-dir", "data", f"--{flag}", value]
-            check_mistake(line, capsys)
-    assert os.listdir() == before
 
 
 @pytest.mark.parametrize("kind", ["--input", "--multiple-choice", "--verify", "--download"])

@@ -1,6 +1,5 @@
 """Tests ../train_gpt2.py: what a run promises, by whole runs in processes of their own."""
 
-import gc
 import io
 import itertools
 import json
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,44 +23,26 @@ from conftest import (
     digest,
     finish,
     flags,
+    losses,
     program,
     questions,
     records,
+    run,
     start_ranks,
     train,
     weights,
     without_picture,
-    write_shard,
 )
 
 import dataloader
 import train_gpt2
 from model import GPT, SHAPES, GPTConfig
-from support import corpus, device
 from support.checkpoint import checkpoints, read_checkpoint
-from support.device import cpu_name
 from support.export import hf_config, hf_weights
-from support.files import missing_vocab
-from support.flags import default_text
 from support.log import printable
-from support.questions import choice_losses, read_examples
-from support.ranks import find_world
-from support.text import bytes_per_token, codec
-from support.weights import read_source
-from train_gpt2 import TrainConfig, learning_rate, parse_args
+from train_gpt2 import TrainConfig, learning_rate
 
 ROOT = Path(train_gpt2.__file__).parent
-
-
-def losses(out_dir: Path) -> dict[int, float]:
-    return records(out_dir, "loss")
-
-
-def run(folder: Path, data_dir: Path, name: str = "run", ranks: int = 1, **changes) -> Path:
-    """The folder of a run that must succeed."""
-    code, _, err = train(flags(data_dir=data_dir, out_dir=name, **changes), folder, ranks)
-    assert code == 0, err
-    return folder / name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,77 +120,6 @@ def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
         for n, B, how in ((1, 1, alone), (ranks, 3, changes))
     )
     assert other == pytest.approx(one, rel=tolerance)
-
-
-def test_zero_saves_before_and_after_its_first_update(data_dir, tmp_path):
-    """The first steps overflow, and without --fused nothing has moments before the first update. In
-    the background its copies are those of the save before."""
-    changes = {"fp16": True, "fused": False, "zero": True, "save_every": 1, "steps": 24}
-    line = flags(data_dir=data_dir, out_dir="run", **changes)
-    code, _, err = train(line, tmp_path, 2, kill_after=2, inject=large_scale)
-    assert code not in range(8), err
-    assert read_checkpoint(tmp_path / "run" / "checkpoint_000001.pt")["optimizer"] == {}
-    code, _, err = train([*line, "--resume"], tmp_path, 2, inject=count_copies)
-    assert code == 0, err
-    counts = json.loads((tmp_path / "copies").read_text())
-    assert counts[-1] == counts[-4] > 50  # weights and moments
-
-
-def count_copies(rank: int):
-    large_scale(rank)
-    write, counts = train_gpt2.folder.Saver.write, []
-    train_gpt2.folder.Saver.in_background = property(lambda self: True)
-
-    def write_and_count(saver, saved):
-        counts.append(len(saver.copies))
-        Path("copies").write_text(json.dumps(counts))
-        write(saver, saved)
-
-    train_gpt2.folder.Saver.write = write_and_count
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, *(pytest.param(c, marks=pytest.mark.slow)
-                      for c in ({"fused": False}, {"fp16": True}))]
-)  # fmt: skip
-def test_zero_changes_no_bit_and_shares_out_the_moments(data_dir, tmp_path, changes):
-    """Its checkpoint is that of other runs, which go on from it and it from theirs."""
-    whole = run(tmp_path, data_dir, "whole", 3, **changes)
-    line = flags(data_dir=data_dir, out_dir="run", zero=True, **changes)
-    code, _, err = train(line, tmp_path, 3, inject=count_moments)
-    assert code == 0, err
-    assert losses(tmp_path / "run") == losses(whole) and digest(tmp_path / "run") == digest(whole)
-    counts = [json.loads((tmp_path / f"moments{rank}").read_text()) for rank in range(3)]
-    num_moments = 2 * sum(t.numel() for n, t in weights(whole).items() if n != "lm_head.weight")
-    assert sum(counts) == num_moments and max(counts) < 0.4 * num_moments
-    saved, other = (read_checkpoint(d / "checkpoint_000012.pt") for d in (tmp_path / "run", whole))
-    assert torch.equal(flat(saved["optimizer"]), flat(other["optimizer"]))
-
-
-def flat(state: dict) -> torch.Tensor:
-    return torch.cat([state[i][name].flatten() for i in sorted(state) for name in sorted(state[i])])
-
-
-def count_moments(rank: int):
-    check = train_gpt2.ranks.check_replicas
-
-    def count_and_check(model, *args):
-        check(model, *args)
-        [optimizer] = [o for o in gc.get_objects() if type(o) is train_gpt2.ranks.SharedAdamW]
-        moments = [t.numel() for s in optimizer.state.values() for t in s.values() if t.dim()]
-        Path(f"moments{rank}").write_text(json.dumps(sum(moments)))
-
-    train_gpt2.ranks.check_replicas = count_and_check
-
-
-def test_a_run_goes_on_with_zero_and_without(whole, data_dir, tmp_path):
-    line = flags(data_dir=data_dir, out_dir="run", save_every=3)
-    assert train([*line, "--zero"], tmp_path, 3, kill_after=4)[0] not in range(8)
-    code, out, err = train([*line, "--resume"], tmp_path, 2, kill_after=7)
-    assert code not in range(8) and "--zero False instead of True" in out
-    code, out, err = train([*line, "--zero", "--resume"], tmp_path, 3)
-    assert code == 0 and "resumed after step 6" in out, err
-    assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -337,58 +247,6 @@ def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
     assert digest(watched) == digest(whole[1])
     assert len(records(watched, "val_loss")) == 13 and len(records(watched, "sample")) == 4
     assert list(records(watched, "hellaswag_acc")) == [5, 10, 12]
-
-
-def test_validation_is_the_same_for_all_micro_batches_and_ranks(whole, data_dir, tmp_path):
-    def first(out_dir):
-        return records(out_dir, "val_loss")[0]
-
-    for B, ranks in ((4, 1), (6, 2)):
-        other = run(tmp_path, data_dir, f"{B}x{ranks}", ranks, micro_batch_size=B, steps=3)
-        assert first(other) == pytest.approx(first(whole[3]), rel=1e-6)
-    tokens = np.fromfile(data_dir / "val_000000.bin", "<u2")[512:][1:513]  # 32 times 16 targets
-    expected = first(whole[1]) / math.log(2) * 512 / (tokens < 256).sum()
-    assert records(whole[1], "bits_per_byte")[0] == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
-def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, tokenizer):
-    """Of a set that begins with single letters and ends with long words, for any number of tokens,
-    against the text itself."""
-    if tokenizer == "gpt2" and missing_vocab():
-        pytest.skip("GPT-2's vocabulary is not at hand")
-    texts = ["1 a\n"] * 40 + ["", "é" * 9, "🙂"] + [" international understanding" * 9] * 9
-    encode = codec(tokenizer).encode
-    end = dataloader.VOCAB_SIZES[tokenizer] - 1
-    pieces = [(i, b"") if i == end else (i, codec(tokenizer).decode(i))
-              for text in texts for i in (end, *encode(text))]  # fmt: skip
-    assert b"".join(piece for _, piece in pieces).decode() == "".join(texts)
-    for name, part in (("val_0.bin", pieces[:301]), ("val_1.bin", pieces[301:])):
-        write_shard(tmp_path / name, np.array([i for i, _ in part]))
-    shards = corpus.find(tmp_path, "val")
-    ratios = set()
-    for T, eval_tokens in itertools.product((7, 16, 60), (1, 64, 200, 10_000)):
-        starts = [i for a, z in ((0, 301), (301, len(pieces))) for i in range(a, z - T, T)]
-        starts = starts[: max(1, eval_tokens // T)]
-        size = sum(len(piece) for i in starts for _, piece in pieces[i + 1 : i + 1 + T])
-        for B, rank, ranks in ((1, 0, 1), (3, 1, 2)):
-            loader = dataloader.ShardLoader(shards, B, T, rank, ranks)
-            count = train_gpt2.evaluate.num_sequences(loader, eval_tokens)
-            ratio = bytes_per_token(loader, count, tokenizer)
-            assert count == len(starts) and ratio == size / (T * len(starts))
-            bits = train_gpt2.evaluate.in_units(2.5, ratio).get("bits_per_byte", math.inf)
-            assert bits == pytest.approx(2.5 / math.log(2) * T * len(starts) / size)
-        ratios.add(round(ratio, 1))
-    assert len(ratios) > (2 if tokenizer == "gpt2" else 1)
-
-
-def test_without_a_vocabulary_there_are_no_bits_per_byte(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    write_shard(tmp_path / "val.bin", np.arange(100))
-    loader = dataloader.ShardLoader(corpus.find(tmp_path, "val"), 1, 9)
-    for tokenizer in ("gpt2", "unknown"):
-        ratio = bytes_per_token(loader, 5, tokenizer)
-        assert train_gpt2.evaluate.in_units(1.0, ratio).keys() == {"val_loss", "perplexity"}
 
 
 def test_a_run_learns(whole):
@@ -547,110 +405,6 @@ def test_a_loss_that_is_not_finite_enters_no_weight(data_dir, tmp_path):
 # The command line
 
 
-def test_every_flag_and_every_choice_is_in_the_first_record(whole):
-    record = json.loads((whole[1] / "log.jsonl").read_text().splitlines()[0])
-    assert set(record["flags"]) == {f.name for f in fields(TrainConfig)}
-    assert {"torch", "python", "commit", "device", "threads", "ranks"} <= set(record["environment"])
-    assert record["off"]["compile"] and record["flags"]["compile"] is False
-    assert {"tf32", "compile"} <= set(record["chosen"]) and "steps" not in record["chosen"]
-
-
-def test_each_step_is_a_record_with_its_figures(whole):
-    lines = [json.loads(line) for line in (whole[2] / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in steps] == list(range(1, 13))
-    for line in steps:
-        assert line["tokens_per_s"] == pytest.approx(192 / line["ms"] * 1000)
-        assert {"grad_norm", "learning_rate", "tflops", "mfu", "peak_mib"} <= set(line)
-
-
-def test_the_loss_is_drawn_where_matplotlib_is(whole):
-    pytest.importorskip("matplotlib")
-    assert (whole[1] / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_nano_is_the_default_without_a_gpu_and_gpt2_with_one():
-    assert parse_args([], "cpu")[0].model == "nano"
-    config, given, _ = parse_args(["--steps", "7"], "cuda")
-    assert (config.model, config.steps, config.warmup_steps, given) == ("gpt2", 7, 1, {"steps"})
-
-
-@pytest.mark.parametrize(
-    ("cpu", "nano", "gpt2"),
-    [
-        ("avx512f avx512_vnni", {"bf16"}, {"bf16"}),
-        ("avx512f avx512_bf16 avx512_fp16", {"bf16"}, set()),
-        ("avx512_bf16 amx_bf16 amx_tile", {"flash"}, set()),
-        ("asimd i8mm bf16", {"bf16"}, set()),
-    ],
-)
-def test_a_cpu_does_without_what_gains_nothing(monkeypatch, tmp_path, cpu, nano, gpt2):
-    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {cpu}\n")
-    kinds = train_gpt2.device.bf16_kinds(torch.device("cpu"), tmp_path / "cpuinfo")
-    monkeypatch.setattr(train_gpt2.device, "bf16_kinds", lambda *_: kinds)
-
-    def off(*line: str) -> set[str]:
-        config, given, _ = parse_args([*line], "cpu")
-        return {*train_gpt2.device.why_off(asdict(config), given, torch.device("cpu"))}
-
-    assert off("--model", "nano") == {"tf32", "compile"} | nano
-    assert off("--model", "gpt2") == {"tf32", "compile"} | gpt2
-    for model in ("nano", "gpt2"):
-        assert not {"bf16", "flash"} & off("--model", model, "--bf16", "--flash")
-        assert "flash" not in off("--model", model, "--no-bf16", "--seq-len=128")
-        assert ("flash" in off("--model", model, "--bf16", "--seq-len=512")) == ("amx" in cpu)
-        assert "flash" not in off("--model", model, "--bf16", "--seq-len=513")
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("processor : 0\nmodel name : Xeon 8 @ 2 GHz\n" * 2, "Xeon 8 @ 2 GHz, "),
-        ("CPU implementer : 0x41\nCPU part : 0xd0c\n" * 4, "0x41 0xd0c, "),
-        ("CPU part : 0xd03\n\nCPU part\t: 0xd09\n", "0xd03 0xd09, "),
-    ],
-)
-def test_a_processor_has_a_name(tmp_path, text, name):
-    (tmp_path / "cpuinfo").write_text(text)
-    capability = torch.backends.cpu.get_cpu_capability()
-    assert cpu_name(tmp_path / "cpuinfo") == name + capability
-    assert len(cpu_name(tmp_path / "none")) > len(capability) + 2
-
-
-HOSTILE_NAMES = ["$(touch x)", '"; touch x; "', "a`touch x`", "it's", "two words\nand a line", "-C"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such names")
-@pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_the_programs_folder_may_have_any_name(tmp_path, name, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(name).mkdir()
-    git = ["git", "-C", Path(name).absolute()]
-    subprocess.run([*git, "init", "-q"], check=True)
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, *who, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
-    monkeypatch.setattr(device, "__file__", str(Path(name, "support", "device.py")))
-    assert re.fullmatch(
-        "[0-9a-f]{40}", train_gpt2.device.environment(torch.device("cpu"), 1)["commit"]
-    )
-    assert os.listdir() == [name]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a script stands in for git")
-@pytest.mark.parametrize(
-    "script", [None, "exit 1", "/bin/sleep 60", "printf '\\377'", "no program"]
-)
-def test_a_git_that_does_not_answer_costs_nothing(tmp_path, script, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if script:
-        head = "" if script == "no program" else "#!/bin/sh\n"
-        (tmp_path / "git").write_text(f"{head}{script}\n")
-        (tmp_path / "git").chmod(0o755)
-    start = time.monotonic()
-    assert train_gpt2.device.environment(torch.device("cpu"), 1)["commit"] == ""
-    assert time.monotonic() - start < 30
-
-
 def test_no_program_asks_a_shell():
     for path in [
         p for folder in ("", "benchmarks/", "support/") for p in ROOT.glob(f"{folder}*.py")
@@ -658,16 +412,6 @@ def test_no_program_asks_a_shell():
         assert not re.search(
             r"shell=True|getstatusoutput|getoutput|os\.system|popen\(", path.read_text()
         )
-
-
-def test_the_sizes_have_gpt3s_learning_rates():
-    rates = [parse_args(["--model", name], "cuda")[0].learning_rate for name in SHAPES][:4]
-    assert rates == [6e-4, 3e-4, 2.5e-4, 2e-4]
-
-
-def test_nanogpts_spelling_is_understood():
-    config, *_ = parse_args(["--batch_tokens=4096", "--compile=False", "--bf16=True"], "cuda")
-    assert (config.batch_tokens, config.compile, config.bf16) == (4096, False, True)
 
 
 def test_runs_are_numbered_and_resume_takes_the_newest(data_dir, tmp_path):
@@ -678,14 +422,6 @@ def test_runs_are_numbered_and_resume_takes_the_newest(data_dir, tmp_path):
     code, out, _ = train([*flags(data_dir=data_dir, steps=4), "--resume"], tmp_path)
     assert code == 0 and "resumed after step 3" in out
     assert max(losses(tmp_path / "out" / "002")) == 4
-
-
-def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_path):
-    texts = [
-        records(run(tmp_path, data_dir, name, prompt="abc ", sample_tokens=200), "sample")[12]
-        for name in ("a", "b")
-    ]
-    assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 100
 
 
 def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, capsys, monkeypatch):
@@ -704,88 +440,6 @@ def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, cap
     assert f"checkpoint_000012.pt, 512 validation tokens: loss {loss:.4f}, perplexity" in out
     assert f"questions: acc {records(out_dir, 'hellaswag_acc')[12]:.4f}, acc norm" in out
     assert sorted(path.stat().st_mtime_ns for path in out_dir.iterdir()) == before
-
-
-def test_an_exported_run_is_the_same_network_in_transformers(data_dir, tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
-    out_dir = run(tmp_path, data_dir)
-    monkeypatch.chdir(tmp_path)
-    Path("hf.tmp").mkdir()  # mine
-    assert train_gpt2.main(["--resume", "--out-dir", str(out_dir), "--export", "hf"]) == 0
-    assert {*os.listdir()} == {"run", "hf", "hf.tmp", "rank0.out", "rank0.err"}
-    oracle = transformers.AutoModelForCausalLM.from_pretrained("hf").eval()
-    assert oracle.config.eos_token_id == 256
-    saved = read_checkpoint(checkpoints(out_dir)[0])
-    shape = {f.name: saved["identity"][f.name] for f in fields(GPTConfig)}
-    model = GPT(GPTConfig(**shape))
-    model.load_state_dict(saved["model"])
-    idx = torch.arange(32).view(2, 16) * 8
-    logits = oracle(idx).logits
-    assert (model.logits(idx)[..., :257] - logits).abs().max() <= 1e-5 * logits.abs().max()
-    card = Path("hf/README.md").read_text()
-    assert f"| val_loss | 12 | {records(out_dir, 'val_loss')[12]:.4f} |" in card
-    assert train_gpt2.main(["--init-from", "hf", "--export", "again"]) == 0
-    assert Path("again/model.safetensors").read_bytes() == Path("hf/model.safetensors").read_bytes()
-
-
-@pytest.mark.skipif(bool(missing_vocab()), reason="GPT-2's vocabulary is not at hand")
-def test_an_export_brings_gpt2s_tokenizer(tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    tiktoken = pytest.importorskip("tiktoken")
-    monkeypatch.chdir(tmp_path)
-    hugging_face_folder(GPT(GPTConfig(seq_len=16, n_layer=1, n_head=1, n_embd=8)), Path("tiny"))
-    assert train_gpt2.main(["--init-from", "tiny", "--export", "hf"]) == 0
-    tokenizer, text = transformers.AutoTokenizer.from_pretrained("hf"), "Hello,  wörld 🙂\n\tx1234"
-    assert tokenizer(text)["input_ids"] == tiktoken.get_encoding("gpt2").encode(text)
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is meant")
-def test_a_large_freed_tensor_stays_with_the_process():
-    """Above 2 GiB too, which a step of 124M at T 1024 needs."""
-    program = """
-import ctypes, torch, train_gpt2
-break_of_heap = ctypes.CDLL(None).sbrk
-break_of_heap.restype = ctypes.c_void_p
-train_gpt2.device.set_allocator(keep=True)
-before = break_of_heap(0)
-large = torch.empty(3 << 30, dtype=torch.uint8)
-del large
-print(break_of_heap(0) - before)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert int(done.stdout) > 2 << 30, done.stderr
-
-
-def after_a_start(program: str) -> str:
-    """What a program prints in a new process, in which train_gpt2.py has started and ended."""
-    start = 'import torch, train_gpt2\ntrain_gpt2.main(["--steps", "no number"])\n'
-    names = ("THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH")
-    env = {name: value for name, value in os.environ.items() if name not in names}
-    command = [sys.executable, "-c", start + program]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text(),
-    reason="Linux gives huge pages to none here, or to all",
-)
-def test_large_tensors_have_huge_pages():
-    mapped = after_a_start("""
-large = torch.ones(1 << 26)  # 256 MiB
-print(open("/proc/self/smaps_rollup").read())
-""")
-    assert int(re.search(r"AnonHugePages: +(\d+) kB", mapped)[1]) > 128 << 10
-
-
-def test_compiled_code_has_tanh_of_exponentials():
-    program = "import torch._inductor.config as c; print(c.cpp.use_decompose_tanh)"
-    assert after_a_start(program) == "True\n"
 
 
 @pytest.mark.slow
@@ -807,58 +461,6 @@ def test_a_small_model_of_hugging_faces_is_finetuned_and_goes_back(tmp_path, mon
     prompt = torch.tensor([list(b"def ")])
     ids = model.generate(prompt, max_new_tokens=40, do_sample=True, pad_token_id=256)
     assert bytes(i for i in ids[0].tolist() if i < 256).startswith(b"def ") and len(ids[0]) > 5
-
-
-def test_choices_are_those_of_an_independent_scoring(tmp_path):
-    """500 questions, one at a time, by transformers, as the lm-evaluation-harness scores them."""
-    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
-    torch.manual_seed(3)
-    config = transformers.GPT2Config(vocab_size=257, n_positions=32, n_embd=32, n_layer=2, n_head=2)
-    oracle = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for p in oracle.parameters():
-            p += 0.1 * torch.randn(p.shape)
-    oracle.save_pretrained(tmp_path / "hf")
-    path = questions(tmp_path, 500)
-    right = {"acc": [], "acc_norm": [], "acc_norm_chars": []}
-    choices = []
-    for line in (tmp_path / "questions.jsonl").read_text().splitlines():
-        question = json.loads(line)
-        likelihoods = []
-        for ending in question["endings"]:
-            context, answer = question["ctx"].encode(), b" " + ending.encode()
-            ids = torch.tensor([list(context + answer)])
-            with torch.no_grad():
-                log_probs = oracle(ids).logits[0].log_softmax(dim=-1)
-            likelihoods.append(sum(log_probs[len(context) + i - 1, byte].item()
-                                   for i, byte in enumerate(answer)))  # fmt: skip
-        sizes = [len(ending) for ending in question["endings"]]
-        best = {
-            "acc": np.argmax(likelihoods),
-            "acc_norm": np.argmax(np.array(likelihoods) / (np.array(sizes) + 1)),
-            "acc_norm_chars": np.argmax(np.array(likelihoods) / sizes),
-        }
-        choices.append(best["acc"])
-        for name in right:
-            right[name].append(best[name] == question["label"])
-    examples, source = read_examples(path), read_source(str(tmp_path / "hf"), print)
-    model = GPT(source.shape)
-    model.load_state_dict(source.weights(source.shape))
-    config, world = TrainConfig(bf16=False, warmup_steps=1), train_gpt2.ranks.find_world({}, 0)
-    cast = partial(train_gpt2.autocast, config, world.device)
-    ours = choice_losses(model, examples, range(500), world.device, cast, world.note)
-    assert [losses.argmin() for losses in ours] == choices
-    shares = train_gpt2.evaluate.answers(model, examples, "bytes", world, cast)
-    assert shares == {name: pytest.approx(np.mean(values)) for name, values in right.items()}
-    assert len({*shares.values()}) > 1
-
-
-def test_ranks_share_the_questions(data_dir, tmp_path):
-    asked = {"hellaswag": questions(tmp_path, 33), "steps": 2, "warmup_steps": 1}
-    names = ("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_acc_norm_chars")
-    one, two = (run(tmp_path, data_dir, f"{n}", n, **asked) for n in (1, 2))
-    for name in names:
-        assert records(one, name) == pytest.approx(records(two, name))
 
 
 @pytest.mark.parametrize(("ranks", "flash"), [(1, True), (2, False)])
@@ -908,35 +510,6 @@ def test_eval_only_refuses_other_tokens(data_dir, tmp_path, monkeypatch, capsys)
     line = ["--init-from", "hf", "--eval-only", "--data-dir", str(data_dir)]
     assert train_gpt2.main(line) == 2
     assert "holds bytes tokens, the weights know gpt2: prepare" in capsys.readouterr().err
-
-
-def test_readme_shows_the_flags_as_they_are():
-    rows = []
-    for f in fields(TrainConfig):
-        rows += [f"| **{f.metadata['group']}** | | |"] if f.metadata["group"] else []
-        default = default_text(f.name, f.default, train_gpt2.RECIPES)
-        rows.append(f"| `{train_gpt2.spell(f.name)}` | {default} | {f.metadata['help']} |")
-    table = "\n".join(rows)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert table in text, f"the README needs this table:\n{table}"
-
-
-@pytest.mark.parametrize(
-    ("env", "num_gpus", "message"),
-    [
-        ({"RANK": "0"}, 0, "LOCAL_RANK, WORLD_SIZE not set, others of torchrun's are"),
-        ({"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "2"}, 0, "RANK 2 .* WORLD_SIZE 2"),
-        (
-            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8",
-             "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
-            4,
-            "nproc_per_node=8 is more than the 4 GPUs .*CUDA_VISIBLE_DEVICES=0,1,2,3.* try .*=4",
-        ),
-    ],
-)  # fmt: skip
-def test_ranks_that_do_not_fit_are_refused(env, num_gpus, message):
-    with pytest.raises(ValueError, match=message):
-        find_world(env, num_gpus)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1247,51 +820,6 @@ def test_a_mistake_is_one_line(name, data_dir, used, tmp_path, monkeypatch, caps
     assert out == "" and snapshot(tmp_path) == before
 
 
-HOSTILE = [
-    *("", " ", "-", "--", "---", "-1", "-0", "-0.0", "0", "1e400", "-1e400", "nan", "-nan", "inf"),
-    *("1" * 40, "-" + "9" * 40, "9" * 5000, "1e-46", "1e30", "0x10", "1_0", "٣", "½", "None", "="),
-    *("True", "\0", "a\0b", "\x1b[31m\x9b", "\udcff", "\n", "a\nb", "../..", "a" * 5000, "🙂"),
-    *("$(touch x)", "%s%n", "/dev/null", "--seed", str(2**31), str(2**63), str(2**64)),
-]  # fmt: skip
-
-
-def refused(line: list[str], capsys) -> str:
-    """The one line with which a command line is refused, and nothing left behind."""
-    assert train_gpt2.main(line) == 2, line
-    out, err = capsys.readouterr()
-    assert out == "" and re.fullmatch(r"train_gpt2.py: error: [^\x00-\x1f\x7f-\x9f]+\n", err), (
-        line,
-        err,
-    )
-    assert len(err) <= 301 and not os.listdir(), line
-    return err
-
-
-NAMES = [f.name for f in fields(TrainConfig)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_value_of_a_flag_is_a_traceback(name, tmp_path, monkeypatch, capsys):
-    """Each one is refused, or taken: of some of these the folder that is not there is refused."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    rng, taken = np.random.default_rng(NAMES.index(name)), []
-    for i, text in enumerate(HOSTILE):
-        line = [f"{train_gpt2.spell(name)}={text}"]
-        line = line if i % 4 else [train_gpt2.spell(name), text]
-        if i % 3 == 0:  # with another one
-            line.append(f"{train_gpt2.spell(str(rng.choice(NAMES)))}={rng.choice(HOSTILE)}")
-        try:
-            config, given, _ = parse_args(line, "cpu")
-            taken.append([*line, "--data-dir", "nowhere"])
-            assert isinstance(config, TrainConfig) and name in given
-        except (ValueError, OSError):
-            refused(line, capsys)
-    for line in taken[::8]:
-        refused(line, capsys)
-    assert "-- ends the flags, and is no value" in refused([f"{train_gpt2.spell(name)}=--"], capsys)
-
-
 def test_the_largest_numbers_train(data_dir, tmp_path):
     names = [
         "steps",
@@ -1310,27 +838,6 @@ def test_the_largest_numbers_train(data_dir, tmp_path):
     assert code not in range(8) and err == "" and list(losses(tmp_path / "run")) == [1, 2]
 
 
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_no_rank_is_a_traceback(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    plain = dict(zip(RANKS, ("0", "0", "1", "1", "1"), strict=True))
-    for key, value in plain.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("WORLD_SIZE", "2" if name == "MASTER_PORT" else "1")
-    for text in HOSTILE:
-        if "\0" not in text and (name != "MASTER_PORT" or text not in ("0", "-0", "1_0", "٣")):
-            monkeypatch.setenv(name, text)
-            err = refused(["--data-dir", "nowhere"], capsys)
-            assert name in err or "nowhere" in err
-    for num_gpus in (0, 1):
-        with pytest.raises(ValueError, match="LOCAL_RANK|WORLD_SIZE is"):
-            find_world({**plain, "LOCAL_RANK": "1" if num_gpus else "1e30"}, num_gpus)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
 @pytest.mark.parametrize(("name", "make"), [
     *itertools.product(["hellaswag", "data_dir", "init_from"], ["mkfifo", "mkdir"]),
@@ -1344,46 +851,6 @@ def test_a_pipe_or_an_empty_folder_is_refused(name, make, data_dir, tmp_path, mo
     assert train_gpt2.main(flags(**changes | model)) == 2
     assert re.fullmatch("train_gpt2.py: error: .*odd.*\n", capsys.readouterr().err)
     assert os.listdir() == ["odd"]
-
-
-def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("002", "3\u00b2", "4x", "9" * 30):
-        Path("out", name).mkdir(parents=True)
-    assert train_gpt2.folder.choose_out_dir("", resume=False) == Path("out", "003")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="links and pipes of POSIX")
-@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a pipe", "a folder"])
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_log_that_is_elsewhere_is_refused(kind, resume, data_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("run").mkdir()
-    Path("mine").write_text("mine\n")
-    log = Path("run/log.jsonl")
-    if "link" in kind:
-        log.symlink_to("../nothing" if "nothing" in kind else "../mine")
-    else:
-        os.mkfifo(log) if kind == "a pipe" else log.mkdir()
-    assert train_gpt2.main(flags(data_dir=data_dir, out_dir="run", resume=resume)) == 2
-    assert re.fullmatch(
-        "train_gpt2.py: error: .*run.*(log.jsonl is|add --resume).*\n", capsys.readouterr().err
-    )
-    assert sorted(os.listdir()) == ["mine", "run"] and os.listdir("run") == ["log.jsonl"]
-    assert Path("mine").read_text() == "mine\n"
-
-
-def test_a_terminal_obeys_no_text(capsys, monkeypatch):
-    train_gpt2.log.show("\x1b[31mred\x9b2J\r\n\tünï\x07\x7f\0")
-    assert capsys.readouterr().out == "\\x1b[31mred\\x9b2J\\r\n\tünï\\x07\\x7f\\x00\n"
-    assert (
-        train_gpt2.guard.fail(2, "a\nb \x1b[2J\u202e\U00018cd6" + "x" * 500 + "; cure", True) == 2
-    )
-    err = capsys.readouterr().err
-    assert err.startswith("train_gpt2.py: a b \\x1b[2J\\u202e\\U00018cd6x") and err.endswith(
-        "; cure\n"
-    )
-    assert len(err) == 301 and " ... " in err
 
 
 @pytest.mark.slow

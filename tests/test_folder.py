@@ -1,0 +1,49 @@
+"""Tests ../support/folder.py."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import flags, state_of
+
+import train_gpt2
+from support.checkpoint import checkpoints, save_checkpoint
+
+
+def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("002", "3\u00b2", "4x", "9" * 30):
+        Path("out", name).mkdir(parents=True)
+    assert train_gpt2.folder.choose_out_dir("", resume=False) == Path("out", "003")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links and pipes of POSIX")
+@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a pipe", "a folder"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_log_that_is_elsewhere_is_refused(kind, resume, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("mine").write_text("mine\n")
+    log = Path("run/log.jsonl")
+    if "link" in kind:
+        log.symlink_to("../nothing" if "nothing" in kind else "../mine")
+    else:
+        os.mkfifo(log) if kind == "a pipe" else log.mkdir()
+    assert train_gpt2.main(flags(data_dir=data_dir, out_dir="run", resume=resume)) == 2
+    assert re.fullmatch(
+        "train_gpt2.py: error: .*run.*(log.jsonl is|add --resume).*\n", capsys.readouterr().err
+    )
+    assert sorted(os.listdir()) == ["mine", "run"] and os.listdir("run") == ["log.jsonl"]
+    assert Path("mine").read_text() == "mine\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals, fork and limits of POSIX")
+def test_a_folder_that_another_run_wrote_to_meanwhile_is_not_taken(tmp_path):
+    """Between the look at its checkpoints and its lock, as when a scheduler starts a run again
+    while the old one still ends."""
+    save_checkpoint(tmp_path, state_of(5), 2)
+    with pytest.raises(OSError, match="has a new checkpoint meanwhile: repeat"):
+        train_gpt2.folder.take(tmp_path, 2, 0, seen=[])
+    train_gpt2.folder.take(tmp_path, 2, 0, seen=checkpoints(tmp_path)).close()

@@ -1,0 +1,32 @@
+"""Tests ../support/guard.py: the one line of an error."""
+
+import contextlib
+import sys
+
+import pytest
+
+import train_gpt2
+
+
+def test_a_terminal_obeys_no_text(capsys, monkeypatch):
+    train_gpt2.log.show("\x1b[31mred\x9b2J\r\n\tünï\x07\x7f\0")
+    assert capsys.readouterr().out == "\\x1b[31mred\\x9b2J\\r\n\tünï\\x07\\x7f\\x00\n"
+    assert (
+        train_gpt2.guard.fail(2, "a\nb \x1b[2J\u202e\U00018cd6" + "x" * 500 + "; cure", True) == 2
+    )
+    err = capsys.readouterr().err
+    assert err.startswith("train_gpt2.py: a b \\x1b[2J\\u202e\\U00018cd6x") and err.endswith(
+        "; cure\n"
+    )
+    assert len(err) == 301 and " ... " in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals, fork and limits of POSIX")
+def test_an_exit_code_needs_no_reader(tmp_path):
+    """Whoever reads the errors may have gone away."""
+    with open("/dev/full", "w", buffering=1) as full, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        assert train_gpt2.guard.fail(4, "error: many words", True) == 4
+        patch.undo()
+        with contextlib.suppress(OSError):
+            full.close()

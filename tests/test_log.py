@@ -1,0 +1,40 @@
+"""Tests ../support/log.py: what a run leaves for people."""
+
+import json
+import sys
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+import train_gpt2
+from train_gpt2 import TrainConfig
+
+
+def test_every_flag_and_every_choice_is_in_the_first_record(whole):
+    record = json.loads((whole[1] / "log.jsonl").read_text().splitlines()[0])
+    assert set(record["flags"]) == {f.name for f in fields(TrainConfig)}
+    assert {"torch", "python", "commit", "device", "threads", "ranks"} <= set(record["environment"])
+    assert record["off"]["compile"] and record["flags"]["compile"] is False
+    assert {"tf32", "compile"} <= set(record["chosen"]) and "steps" not in record["chosen"]
+
+
+def test_each_step_is_a_record_with_its_figures(whole):
+    lines = [json.loads(line) for line in (whole[2] / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    for line in steps:
+        assert line["tokens_per_s"] == pytest.approx(192 / line["ms"] * 1000)
+        assert {"grad_norm", "learning_rate", "tflops", "mfu", "peak_mib"} <= set(line)
+
+
+def test_the_loss_is_drawn_where_matplotlib_is(whole):
+    pytest.importorskip("matplotlib")
+    assert (whole[1] / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals, fork and limits of POSIX")
+def test_a_spike_is_a_notice():
+    losses = list(np.random.default_rng(0).normal(3, 0.1, 50))
+    assert not train_gpt2.log.spike(losses, 3.4) and not train_gpt2.log.spike(losses[:19], 30)
+    assert "SPIKE: " in train_gpt2.log.spike(losses, 4.5)

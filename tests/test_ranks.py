@@ -1,0 +1,125 @@
+"""Tests ../support/ranks.py: who the ranks are, and what --zero shares out."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import digest, flags, losses, run, train, weights
+from test_flags import HOSTILE, refused
+from test_train_gpt2 import large_scale
+
+import train_gpt2
+from support.checkpoint import read_checkpoint
+from support.ranks import find_world
+
+
+def test_zero_saves_before_and_after_its_first_update(data_dir, tmp_path):
+    """The first steps overflow, and without --fused nothing has moments before the first update. In
+    the background its copies are those of the save before."""
+    changes = {"fp16": True, "fused": False, "zero": True, "save_every": 1, "steps": 24}
+    line = flags(data_dir=data_dir, out_dir="run", **changes)
+    code, _, err = train(line, tmp_path, 2, kill_after=2, inject=large_scale)
+    assert code not in range(8), err
+    assert read_checkpoint(tmp_path / "run" / "checkpoint_000001.pt")["optimizer"] == {}
+    code, _, err = train([*line, "--resume"], tmp_path, 2, inject=count_copies)
+    assert code == 0, err
+    counts = json.loads((tmp_path / "copies").read_text())
+    assert counts[-1] == counts[-4] > 50  # weights and moments
+
+
+def count_copies(rank: int):
+    large_scale(rank)
+    write, counts = train_gpt2.folder.Saver.write, []
+    train_gpt2.folder.Saver.in_background = property(lambda self: True)
+
+    def write_and_count(saver, saved):
+        counts.append(len(saver.copies))
+        Path("copies").write_text(json.dumps(counts))
+        write(saver, saved)
+
+    train_gpt2.folder.Saver.write = write_and_count
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, *(pytest.param(c, marks=pytest.mark.slow)
+                      for c in ({"fused": False}, {"fp16": True}))]
+)  # fmt: skip
+def test_zero_changes_no_bit_and_shares_out_the_moments(data_dir, tmp_path, changes):
+    """Its checkpoint is that of other runs, which go on from it and it from theirs."""
+    whole = run(tmp_path, data_dir, "whole", 3, **changes)
+    line = flags(data_dir=data_dir, out_dir="run", zero=True, **changes)
+    code, _, err = train(line, tmp_path, 3, inject=count_moments)
+    assert code == 0, err
+    assert losses(tmp_path / "run") == losses(whole) and digest(tmp_path / "run") == digest(whole)
+    counts = [json.loads((tmp_path / f"moments{rank}").read_text()) for rank in range(3)]
+    num_moments = 2 * sum(t.numel() for n, t in weights(whole).items() if n != "lm_head.weight")
+    assert sum(counts) == num_moments and max(counts) < 0.4 * num_moments
+    saved, other = (read_checkpoint(d / "checkpoint_000012.pt") for d in (tmp_path / "run", whole))
+    assert torch.equal(flat(saved["optimizer"]), flat(other["optimizer"]))
+
+
+def flat(state: dict) -> torch.Tensor:
+    return torch.cat([state[i][name].flatten() for i in sorted(state) for name in sorted(state[i])])
+
+
+def count_moments(rank: int):
+    check = train_gpt2.ranks.check_replicas
+
+    def count_and_check(model, *args):
+        check(model, *args)
+        [optimizer] = [o for o in gc.get_objects() if type(o) is train_gpt2.ranks.SharedAdamW]
+        moments = [t.numel() for s in optimizer.state.values() for t in s.values() if t.dim()]
+        Path(f"moments{rank}").write_text(json.dumps(sum(moments)))
+
+    train_gpt2.ranks.check_replicas = count_and_check
+
+
+def test_a_run_goes_on_with_zero_and_without(whole, data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", save_every=3)
+    assert train([*line, "--zero"], tmp_path, 3, kill_after=4)[0] not in range(8)
+    code, out, err = train([*line, "--resume"], tmp_path, 2, kill_after=7)
+    assert code not in range(8) and "--zero False instead of True" in out
+    code, out, err = train([*line, "--zero", "--resume"], tmp_path, 3)
+    assert code == 0 and "resumed after step 6" in out, err
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("env", "num_gpus", "message"),
+    [
+        ({"RANK": "0"}, 0, "LOCAL_RANK, WORLD_SIZE not set, others of torchrun's are"),
+        ({"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "2"}, 0, "RANK 2 .* WORLD_SIZE 2"),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8",
+             "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+            4,
+            "nproc_per_node=8 is more than the 4 GPUs .*CUDA_VISIBLE_DEVICES=0,1,2,3.* try .*=4",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_are_refused(env, num_gpus, message):
+    with pytest.raises(ValueError, match=message):
+        find_world(env, num_gpus)
+
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_no_rank_is_a_traceback(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plain = dict(zip(RANKS, ("0", "0", "1", "1", "1"), strict=True))
+    for key, value in plain.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("WORLD_SIZE", "2" if name == "MASTER_PORT" else "1")
+    for text in HOSTILE:
+        if "\0" not in text and (name != "MASTER_PORT" or text not in ("0", "-0", "1_0", "٣")):
+            monkeypatch.setenv(name, text)
+            err = refused(["--data-dir", "nowhere"], capsys)
+            assert name in err or "nowhere" in err
+    for num_gpus in (0, 1):
+        with pytest.raises(ValueError, match="LOCAL_RANK|WORLD_SIZE is"):
+            find_world({**plain, "LOCAL_RANK": "1" if num_gpus else "1e30"}, num_gpus)
