@@ -461,8 +461,8 @@ def build(
 ) -> Run:  # fmt: skip
     """The network and everything around it, in the state before the first step."""
     model, net, config = make_net(config, world, shape, initial)
-    out_dir, place = Path(config.out_dir), (config.micro_batch_size, config.seq_len)
-    place += (world.rank, world.size)
+    out_dir = Path(config.out_dir)
+    place = (config.micro_batch_size, config.seq_len, world.rank, world.size)
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
     state = TrainState(model, make_optimizer(model, config, world), loader, scaler)
