@@ -618,10 +618,7 @@ def main(argv: list[str] | None = None) -> int:
             return run_program(sys.argv[1:] if argv is None else argv, signals)
     except (Exception, KeyboardInterrupt) as error:
         code, why = guard.explained(error)
-        is_told = isinstance(error, OSError | ValueError) and ranks.agreed(
-            error
-        )  # by the main rank
-        return guard.fail(code, why, is_main or not (is_told or code == 130))
+        return guard.fail(code, why, is_main or not (ranks.agreed(error) or code == 130))
 
 
 def run_program(argv: list[str], signals: guard.Signals) -> int:

@@ -159,8 +159,8 @@ def process_group(world: World) -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # a DDP that outlives the group makes the process abort when it ends
         if world.size > 1:
+            gc.collect()  # a DDP that outlives the group makes the process abort when it ends
             dist.destroy_process_group()
 
 

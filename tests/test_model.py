@@ -383,8 +383,11 @@ def check_close(mine: torch.Tensor, theirs: torch.Tensor, rel: float, name: str)
     assert (mine[: len(theirs)] - theirs).norm() <= rel * theirs.norm(), name
 
 
+LARGE = [pytest.param(f"gpt2-{size}", True, marks=pytest.mark.slow) for size in ("large", "xl")]
+
+
 @pytest.mark.parametrize(
-    ("name", "flash"), [("gpt2", False), *((name, True) for name in SHAPES if name != "nano")]
+    ("name", "flash"), [("gpt2", False), ("gpt2", True), ("gpt2-medium", True), *LARGE]
 )
 def test_two_layers_of_each_shape_train_as_hugging_faces(name, flash):
     config = dataclasses.replace(SHAPES[name], n_layer=2, vocab_size=997, seq_len=32)

@@ -132,7 +132,7 @@ def test_bytes_cut_anywhere_join_to_the_documents(documents, shard_tokens):
 
 
 @NEEDS_GPT2
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(DOCUMENT.map(b"".join)), st.integers(2, 99))
 def test_gpt2s_tokens_of_pieces_are_those_of_the_document(documents, shard_tokens):
     import tiktoken

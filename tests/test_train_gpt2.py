@@ -31,7 +31,6 @@ from conftest import (
     start_ranks,
     train,
     weights,
-    without_picture,
 )
 
 import dataloader
@@ -277,7 +276,7 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, data_dir, tmp_path, ranks, step
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("step", range(1, 13))
 def test_a_run_killed_after_any_step_goes_on_bit_for_bit(whole, data_dir, tmp_path, ranks, step):
-    kill_and_resume(whole, data_dir, tmp_path, ranks, step, without_picture)
+    kill_and_resume(whole, data_dir, tmp_path, ranks, step)
 
 
 def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data_dir, tmp_path):
