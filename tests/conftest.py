@@ -69,6 +69,11 @@ def pytest_configure(config):
         import matplotlib.font_manager  # noqa: F401
 
 
+def pytest_collection_modifyitems(items):
+    """The longest first, so that no worker is left alone with them."""
+    items.sort(key=lambda item: "test_ladder" not in item.nodeid)
+
+
 def matrix() -> dict[str, tuple[str, list[str]]]:
     """The rows of FAULTS.md: what is broken, and the tests that do it."""
     text = Path(__file__).with_name("FAULTS.md").read_text(encoding="utf-8")

@@ -240,7 +240,7 @@ def test_shuffled_is_a_permutation():
 @pytest.mark.slow
 def test_shuffled_is_a_permutation_of_every_length_to_10_000():
     for length in range(301, 10_001):
-        if length < 2000 or length % 17 == 0:  # the others differ in where the walk ends alone
+        if length < 1000 or length % 37 == 0:  # the others differ in where the walk ends alone
             assert sorted(shuffle(length, seed=length)) == list(range(length))
 
 

@@ -33,12 +33,13 @@ BREAKS = {  # what a wrong speed-up would do: the rung, the file, the line, what
 
 
 def copy_of_project(folder: Path, *edits: tuple[str, str, str]) -> Path:
-    """A copy of the programs, with edits: file, old, new."""
+    """A copy of the programs, with edits: file, old, new; the ladder waits for no idle machine."""
     for name in ("", "benchmarks", "support"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for path in (REPO / name).glob("*.py"):
             shutil.copy(path, folder / name)
-    for name, old, new in edits:
+    at_once = ("benchmarks/ladder.py", "IDLE_WITHIN_S = 5", "IDLE_WITHIN_S = 0")
+    for name, old, new in (at_once, *edits):
         text = (folder / name).read_text(encoding="utf-8")
         assert old in text
         (folder / name).write_text(text.replace(old, new), encoding="utf-8")

@@ -397,4 +397,4 @@ def test_two_layers_of_each_shape_train_as_hugging_faces(name, flash):
 @pytest.mark.slow
 def test_the_whole_124m_trains_as_hugging_faces():
     """In float64: in float32 its logits were 2e-5 apart on one CPU, 1e-6 on another."""
-    check_against_hugging_face(SHAPES["gpt2"], flash=True, T=128, double=True)
+    check_against_hugging_face(SHAPES["gpt2"], flash=True, T=32, double=True)

@@ -512,7 +512,7 @@ def flips(path: Path, source: Path, bits: range) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("first", "stride"),
-    [(0, 193), *(pytest.param(bit, 8, marks=pytest.mark.slow) for bit in range(8))],
+    [(0, 193), *(pytest.param(bit, 31, marks=pytest.mark.slow) for bit in range(8))],
 )
 def test_no_flipped_bit_loads_other_tensors(tmp_path, first, stride):
     """But in the numbers of a safetensors file, which has no checksum."""
@@ -521,7 +521,7 @@ def test_no_flipped_bit_loads_other_tensors(tmp_path, first, stride):
     assert flips(path, path, range(first, 8 * path.stat().st_size, stride))[0] == 0
     path = hf_folder(tmp_path / "hf") / "model.safetensors"
     end = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    assert flips(path, path.parent, range(first, 8 * end, min(stride, 24)))[0] == 0
+    assert flips(path, path.parent, range(first, 8 * end, min(stride, 31)))[0] == 0
     numbers = range(8 * end + first, 8 * path.stat().st_size, stride)
     assert flips(path, path.parent, numbers)[0] > 0
 
