@@ -68,7 +68,8 @@ class TrainConfig:
     steps: int = flag(50, "optimizer steps", 1, group="optimization")
     warmup_steps: int = flag(715, "steps of linear warm-up, by default at most steps / 5", 0)
     learning_rate: float = flag(6e-4, "peak learning rate", 0)
-    cosine: bool = flag(True, "decay the learning rate to a tenth, along a cosine")
+    cosine: bool = flag(True, "decay the learning rate along a cosine")
+    decay_to: float = flag(0.1, "its end, as a share of the peak", 0, 1, needs="cosine")
     weight_decay: float = flag(0.1, "decay of the matrices; biases and layer norms have none", 0)
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: no limit", 0)
     skip_nonfinite: int = flag(0, "steps to leave out, not applied, whose loss is not finite", 0)
@@ -143,7 +144,7 @@ class TrainConfig:
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
 NETWORK_FLAGS = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
 SAMPLE_FLAGS = ("prompt", "sample_tokens", "temperature", "top_k", "top_p")
-RATE_FLAGS = ("steps", "warmup_steps", "learning_rate", "cosine")
+RATE_FLAGS = ("steps", "warmup_steps", "learning_rate", "cosine", "decay_to")
 # A resumed run may change any flag, and is told which. Not FIXED; untold; and what moves last bits:
 FIXED = ("model", "seed", "shuffle", *SHAPE_FLAGS)
 UNSEEN = ("data_dir", "out_dir", "resume", "init_from", "eval_every", "eval_tokens", "save_every",
@@ -237,14 +238,15 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine from learning_rate at warmup_steps to a tenth of it at steps;
-    step counts those already made, left-out ones included."""
+    """Linear warm-up, then a cosine from learning_rate at warmup_steps to its share decay_to at
+    steps; step counts those already made, left-out ones included."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if not config.cosine:
         return config.learning_rate
     progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)  # 0 .. 1
-    return config.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+    share = config.decay_to + (1 - config.decay_to) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * share
 
 
 class StepResult(NamedTuple):
@@ -526,10 +528,8 @@ def made_up_pass(net: nn.Module, config: TrainConfig, world: World):
 
 def samples(model: GPT, tokenizer: str, config: TrainConfig, world: World) -> Callable:
     how = {name: getattr(config, name) for name in SAMPLE_FLAGS}
-    cast = partial(autocast, config, world.device)
-    return partial(
-        text.samples, model, tokenizer, config.num_samples, config.seed, cast, world.note, **how
-    )
+    how |= {"autocast": partial(autocast, config, world.device), "note": world.note}
+    return partial(text.samples, model, tokenizer, config.num_samples, config.seed, **how)
 
 
 def log_start(run: Run, given: set[str], off: dict[str, str]):
@@ -636,9 +636,8 @@ def run_program(argv: list[str], signals: guard.Signals) -> int:
 def set_up_and_train(world: World, signals: guard.Signals, *command) -> int:
     """Not in run_program: its frame would hold the DDP until the ranks' group is gone."""
     if not (run := set_up(*command, world)):
-        return guard.fail(
-            0, f"already complete: --steps {command[0].steps} are done", world.is_main
-        )
+        why = f"already complete: --steps {command[0].steps} are done"
+        return guard.fail(0, why, world.is_main)
     with run.saver:
         return guard.ended(partial(train, run, signals), world.is_main)
 

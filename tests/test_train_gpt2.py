@@ -53,6 +53,11 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth():
     rates = [learning_rate(step, config) for step in (0, 714, 715, 9894, 19_073)]
     assert rates == pytest.approx([6e-4 / 715, 6e-4, 6e-4, 3.3e-4, 6e-5])
     assert learning_rate(9894, replace(config, cosine=False)) == 6e-4
+    to_zero = replace(config, decay_to=0.0)
+    assert (
+        learning_rate(9894, to_zero) == pytest.approx(3e-4) and learning_rate(714, to_zero) == 6e-4
+    )
+    assert learning_rate(19_073, to_zero) == 0
 
 
 @pytest.mark.parametrize("pad_vocab", [True, False])
