@@ -215,6 +215,11 @@ class GPT(nn.Module):
         params = list(self.parameters())
         return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
 
+    def matrices(self) -> list[nn.Parameter]:
+        """The weights of the blocks' linear maps, in the order in which they stand among the
+        decayed ones: behind the embeddings."""
+        return [p for p in self.transformer.h.parameters() if p.dim() >= 2]
+
     def num_elements(self, params: list[nn.Parameter]) -> int:
         """The size of params, without the padded rows."""
         wte = self.transformer.wte.weight

@@ -31,6 +31,7 @@ from support.corpus import TokenFolder
 from support.files import missing_vocab
 from support.flags import check_flags, flag, known, make_parser, parse, spell
 from support.folder import TrainState
+from support.optimizer import Optimizer, SharedOptimizer
 from support.questions import Example, open_examples
 from support.ranks import World
 from support.weights import Source
@@ -72,6 +73,7 @@ class TrainConfig:
     decay_to: float = flag(0.1, "its end, as a share of the peak", 0, 1, needs="cosine")
     weight_decay: float = flag(0.1, "decay of the matrices; biases and layer norms have none", 0)
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: no limit", 0)
+    muon: bool = flag(False, "the blocks' matrices by Muon, which takes fewer tokens than AdamW")
     skip_nonfinite: int = flag(0, "steps to leave out, not applied, whose loss is not finite", 0)
 
     eval_every: int = flag(250, "steps between validations; 0: at both ends", 0, group="watching")
@@ -102,7 +104,7 @@ class TrainConfig:
     micro_batch_size: int = flag(0, "sequences per rank and pass; 0: what fits", 0, group="memory")
     recompute: bool = flag(False, "less memory: the backward pass computes each block again")
     loss_chunk_tokens: int = flag(0, "less memory: tokens at a time in the loss; 0: all", 0)
-    zero: bool = flag(False, "less memory: each rank holds its part of AdamW's state alone")
+    zero: bool = flag(False, "less memory: each rank holds its part of the optimizer's state")
 
     eval_only: bool = flag(False, "validate the weights, train nothing", group="other modes")
     sample_only: bool = flag(False, "sample from the weights, train nothing")
@@ -146,7 +148,7 @@ NETWORK_FLAGS = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss
 SAMPLE_FLAGS = ("prompt", "sample_tokens", "temperature", "top_k", "top_p")
 RATE_FLAGS = ("steps", "warmup_steps", "learning_rate", "cosine", "decay_to")
 # A resumed run may change any flag, and is told which. Not FIXED; untold; and what moves last bits:
-FIXED = ("model", "seed", "shuffle", *SHAPE_FLAGS)
+FIXED = ("model", "seed", "shuffle", "muon", *SHAPE_FLAGS)
 UNSEEN = ("data_dir", "out_dir", "resume", "init_from", "eval_every", "eval_tokens", "save_every",
           "keep", "check_every", "timeout_s", "hellaswag", "hellaswag_every", "sample_every",
           "num_samples", *SAMPLE_FLAGS, "tensorboard", "eval_only", "sample_only", "export",
@@ -158,8 +160,8 @@ RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; n
     "gpt2-medium": {"learning_rate": 3e-4},
     "gpt2-large": {"learning_rate": 2.5e-4},
     "gpt2-xl": {"learning_rate": 2e-4, "batch_tokens": 1_048_576},
-    "nano": {"learning_rate": 4e-3, "batch_tokens": 2048, "steps": 1200, "warmup_steps": 50}
-    | {"eval_every": 600, "eval_tokens": 262_144},
+    "nano": {"learning_rate": 8e-3, "batch_tokens": 2048, "steps": 1200, "warmup_steps": 50}
+    | {"muon": True, "eval_every": 600, "eval_tokens": 262_144},
 }
 RECIPES = {model: own | {name: getattr(SHAPES[model], name) for name in SHAPE_FLAGS}
            for model, own in RECIPES.items()}  # fmt: skip
@@ -224,17 +226,18 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
 # One step: the optimizer, its learning rate, and what leads to an update
 
 
-def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim.AdamW:
-    """AdamW as GPT-3 set it (Brown et al. 2020, appendix B)."""
+def make_optimizer(model: GPT, config: TrainConfig, world: World) -> Optimizer:
+    """AdamW as GPT-3 set it (Brown et al. 2020, appendix B); with --muon not for the matrices."""
     decayed, others = model.decay_groups()
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": config.fused}  # 6
-    if config.zero and world.size > 1:
-        return ranks.SharedAdamW(groups, world, **options)
-    return torch.optim.AdamW(groups, **options)
+    if config.muon:
+        options |= {"matrices": model.matrices(), "bf16": config.bf16}
+    kind = partial(SharedOptimizer, world) if config.zero and world.size > 1 else Optimizer
+    return kind(groups, **options)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -452,7 +455,7 @@ def own_state(
     saved, wanted = found[1], identity(config, shape, data)
     if ":" not in f"{saved['identity'].get('data_dir')}":  # an older version saved it
         wanted["data_dir"] = data.old_fingerprint()
-    folder.check_identity(saved["identity"], wanted, out_dir)
+    folder.check_identity({"muon": False} | saved["identity"], wanted, out_dir)  # older: no Muon
     # an older version had only the log to tell the best checkpoint by
     return {"val_losses": log.logged(out_dir, "val_loss")} | saved
 
@@ -541,7 +544,7 @@ def log_start(run: Run, given: set[str], off: dict[str, str]):
     record = {"environment": run.environment, "flags": flags, "chosen": chosen, "off": off}
     record |= {"epochs": epochs, "unused_tokens": unused}
     record |= {"matmul_tflops": run.progress.matmul_tflops}
-    sizes = [(len(group), model.num_elements(group)) for group in model.decay_groups()]
+    sizes = [(len(g), model.num_elements(g)) for g in (*model.decay_groups(), model.matrices())]
     data = f"{len(loader):,} sequences of {config.seq_len} {run.data.tokenizer} tokens"
     run.log(log.start_text(record, sizes, data), **record)
 

@@ -55,6 +55,7 @@ BEYOND = {  # the lecture: what each changes
     "loss-chunk-tokens": {"loss-chunk-tokens": 1024},
     "recompute": {"recompute": True},
     "fp16": {"bf16": False, "fp16": True},
+    "muon": {"muon": True},
 }
 PRECISIONS = ("tf32", "bf16", "fp16")  # these change the numbers, all others do not
 NAMES = {
@@ -63,6 +64,7 @@ NAMES = {
     "fused": "fused AdamW", "accumulation": "accumulation", "all": "everything on",
     "bf16-residual": "BF16 residual stream", "fp16": "FP16 instead of BF16",
     "loss-chunk-tokens": "loss in chunks", "recompute": "recompute blocks",
+    "muon": "Muon for the matrices",
 }  # fmt: skip
 # Largest relative differences from the base's losses and gradient norms. In float32 only the order
 # of additions differs: 4e-7 was seen. bfloat16 moved 124M by 2e-3 and 3e-2, and one sequence of 256
@@ -96,7 +98,7 @@ def base_flags(args: Namespace) -> dict:
         # small and growing: with the lecture's 3e-4 from the start the first losses of 124M jump
         # so much that rounding alone moves them by 1e-4
         "learning-rate": 1e-4, "warmup-steps": LEFT_OUT + args.steps - 1, "cosine": False,
-        "eval-every": 0, "eval-tokens": 1, "save-every": 0,
+        "muon": False, "eval-every": 0, "eval-tokens": 1, "save-every": 0,
         **({"data-dir": args.data_dir} if args.data_dir else {}), **dict.fromkeys(SPEED_UPS, False),
     }  # fmt: skip
 
@@ -258,8 +260,9 @@ def alone(name: str, base: dict) -> tuple[dict, dict] | None:
 
 def difference(run: dict, other: dict) -> dict:
     """The largest relative differences of losses and gradient norms, and what they may be. With
-    another number of tokens per step only the first losses are alike, and not closely; after a step
-    whose gradient overflows float16, which makes no update, nothing is."""
+    another number of tokens per step only the first losses are alike, and not closely; with another
+    optimizer only the first losses and norms; after a step whose gradient overflows float16, which
+    makes no update, nothing is."""
     flags, other_flags = run["flags"], other["flags"]
     if flags["batch-tokens"] != other_flags["batch-tokens"]:
         return {"loss": abs(run["loss"][0] / other["loss"][0] - 1), "tolerances": ANOTHER_BATCH}
@@ -267,6 +270,8 @@ def difference(run: dict, other: dict) -> dict:
     norms = list(zip(run["grad_norm"], other["grad_norm"], strict=True))
     num_alike = next((i for i, pair in enumerate(norms) if None in pair), len(norms))
     losses = list(zip(run["loss"], other["loss"], strict=True))[: num_alike + 1]
+    if flags.get("muon") != other_flags.get("muon"):
+        losses, num_alike = losses[:1], min(num_alike, 1)
     found = {"tolerances": LOWER if lower else FLOAT32}
     for key, pairs in (("loss", losses), ("grad_norm", norms[:num_alike])):
         found[key] = max((abs(mine / theirs - 1) for mine, theirs in pairs), default=0.0)

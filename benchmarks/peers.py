@@ -105,7 +105,7 @@ def ours(setting: Setting, folder: Path, variant: dict) -> list:
     shutil.rmtree(folder / "out", ignore_errors=True)
     shape = {"model": "nano"} | SMALL if setting.model == "small" else {"model": "gpt2"}
     flags = {"seq_len": setting.seq_len, "batch_tokens": setting.batch_tokens, "steps": MANY,
-             "eval_every": 0, "eval_tokens": 1, "save_every": 0,
+             "eval_every": 0, "eval_tokens": 1, "save_every": 0, "muon": False,
              "data_dir": setting.work / "tokens", "out_dir": "out",
              **variant, "compile": bool(variant["compile"])}  # fmt: skip
     return [machine.REPO / OURS, *spelled(shape | flags), *setting.flags]

@@ -53,7 +53,8 @@ def run_ours(work: Path, model: str, args: Namespace) -> dict[str, list]:
     shutil.rmtree(work / "out", ignore_errors=True)  # a checkpoint of GPT-2 124M is 1.5 GB
     flags = [f"--model={model}", *FLAGS[model], "--bf16" if args.bf16 else "--no-bf16",
              f"--steps={LEFT_OUT + (args.steps or NUM_STEPS[model])}", "--no-shuffle",
-             "--eval-tokens=1", "--eval-every=0", "--save-every=0", "--out-dir=out"]  # fmt: skip
+             "--no-muon", "--eval-tokens=1", "--eval-every=0", "--save-every=0",
+             "--out-dir=out"]  # fmt: skip
     program = [sys.executable, machine.REPO / OURS]
     subprocess.run([*program, *flags], cwd=work, check=True, stdout=subprocess.DEVNULL)
     steps = [record for record in read_log(work) if "ms" in record]

@@ -34,7 +34,7 @@ PARTS = {  # of a checkpoint, and the types of what each holds
     "identity": {str: PLAIN}, "config": {str: PLAIN}, "environment": {str: PLAIN},
 }  # fmt: skip
 LATER = {"val_losses", "scaler", "digest"}  # older checkpoints lack them
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, each of its parameter's shape
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # AdamW's, Muon's: of a parameter
 STORED = {  # how torch.save writes each part: neither packed nor encrypted, and never a folder
     "compress_type": (zipfile.ZIP_STORED,), "external_attr": (0,), "internal_attr": (0,),
     "create_system": (0,), "flag_bits": (0, 0x8, 0x800, 0x808),
@@ -163,6 +163,7 @@ def check_tensors(saved: dict):
         model = GPT(shape)
     expected = {name: p.shape for name, p in model.state_dict().items()}
     params = [p for group in model.decay_groups() for p in group]
+    with_muon = {*model.matrices()} if saved["identity"].get("muon") else ()
     if {*saved["model"]} != {*expected}:
         raise ValueError("its tensors have other names than the network's")
     for name, tensor in saved["model"].items():
@@ -170,11 +171,11 @@ def check_tensors(saved: dict):
     if saved["optimizer"] and {*saved["optimizer"]} != {*range(len(params))}:
         raise ValueError("its optimizer is that of another network")
     for i, moments in saved["optimizer"].items():
-        if {*moments} != {"step", *MOMENTS}:
+        if {*moments} != ({MOMENTUM} if params[i] in with_muon else {"step", *MOMENTS}):
             raise ValueError(f"its optimizer holds {', '.join(map(str, moments))}")
         for name, tensor in moments.items():
             check_tensor(tensor, torch.Size([]) if name == "step" else params[i].shape, name)
-        if not 0 <= moments["step"] <= saved["step"]:
+        if not 0 <= moments.get("step", 0) <= saved["step"]:
             raise ValueError(f"its optimizer is {moments['step']} steps old")
 
 

@@ -88,14 +88,16 @@ def printable(text: str) -> str:
 
 
 def start_text(record: dict, sizes: list[tuple[int, int]], data: str) -> str:
-    """The first record in words. sizes are tensors and their numbers, with weight decay and
-    without; data says how many tokens there are."""
-    (a, num_a), (b, num_b) = sizes
+    """The first record in words. sizes are tensors and their numbers: with weight decay, without,
+    and of the blocks' matrices; data says how many tokens there are."""
+    (a, num_a), (b, num_b), (c, num_c) = sizes
     env, flags = record["environment"], record["flags"]
+    muon = f"Muon on {c} matrices of the blocks with {num_c:,}; else " if flags["muon"] else ""
     spelled = {name: "--" + name.replace("_", "-") for name in flags}
     return "\n".join([
         f"{flags['model']}: {num_a + num_b:,} parameters; weight decay on {a} tensors with"
-        f" {num_a:,}, none on {b} with {num_b:,}; AdamW {'fused' if flags['fused'] else 'plain'}",
+        f" {num_a:,}, none on {b} with {num_b:,}; {muon}AdamW"
+        f" {'fused' if flags['fused'] else 'plain'}",
         f"{env['ranks']} x {env['device_name'] or env['device']}, torch {env['torch']}:"
         f" {record['matmul_tflops']:.3g} TFLOP/s in matrix products",
         f"{data}: {record['epochs']:.2f} epochs in {flags['steps']:,} steps,"

@@ -1,5 +1,4 @@
-"""The processes of a run: who they are, how they meet, agree and compare, and what they share
-out."""
+"""The processes of a run: who they are, how they meet, agree and compare."""
 
 import gc
 import hashlib
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from support.checkpoint import MOMENTS
 from support.guard import fail
 
 
@@ -183,46 +181,3 @@ def check_replicas(model: nn.Module, step: int, world: World):
         what = f"rank {', '.join(others)} holds other weights than the others"
         why = what if others else "the weights are not finite"
         raise ArithmeticError(f"after step {step} {why}: a fault of a machine; nothing was saved")
-
-
-class SharedAdamW(torch.optim.AdamW):
-    """AdamW whose moments are dealt out to the ranks: each updates its own parameters, and gets the
-    others from theirs (ZeRO, stage 1: Rajbhandari et al. 2020). All ranks call state_dict, and the
-    main one gets what AdamW on one rank would give. torch's ZeroRedundancyOptimizer holds its part
-    twice after load_state_dict, and leaves the steps on the CPU, where the fused AdamW fails."""
-
-    def __init__(self, groups: list[dict], world: World, **options):
-        super().__init__(groups, **options)
-        self.world, self.params = world, [p for group in groups for p in group["params"]]
-        loads, self.owners, self.collected = [0] * world.size, {}, {}
-        for p in sorted(self.params, key=Tensor.numel, reverse=True):
-            self.owners[p] = loads.index(min(loads))
-            loads[self.owners[p]] += p.numel()
-
-    def step(self):
-        for p in self.params:
-            if self.owners[p] != self.world.rank:
-                p.grad = None
-        super().step()
-        works = [dist.broadcast(p.detach(), self.owners[p], async_op=True) for p in self.params]
-        for work in works:
-            work.wait()
-
-    def state_dict(self) -> dict:
-        found = super().state_dict()
-        if not self.state:  # on no rank: nothing was updated yet
-            return found
-        step = next(iter(self.state.values()))["step"]
-        for i, p in enumerate(self.params):
-            moments = {n: self.state.get(p, {}).get(n, torch.empty_like(p)) for n in MOMENTS}
-            for moment in moments.values():
-                dist.broadcast(moment, self.owners[p])
-            for name, value in {"step": step, **moments}.items() if self.world.is_main else ():
-                new = torch.empty_like(value, device="cpu")  # the same memory for each save
-                self.collected.setdefault(i, {}).setdefault(name, new).copy_(value)
-        return found | {"state": self.collected}
-
-    def load_state_dict(self, saved: dict):
-        own = [i for i, p in enumerate(self.params) if self.owners[p] == self.world.rank]
-        own = {i: saved["state"][i] for i in own if i in saved["state"]}
-        super().load_state_dict(saved | {"state": own})

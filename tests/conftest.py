@@ -71,7 +71,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest first, so that no worker is left alone with them."""
-    items.sort(key=lambda item: "test_ladder" not in item.nodeid)
+    names = ("test_the_whole_ladder", "test_ladder")
+    items.sort(key=lambda item: [name not in item.nodeid for name in names])
 
 
 def matrix() -> dict[str, tuple[str, list[str]]]:
@@ -360,17 +361,23 @@ def losses(out_dir: Path) -> dict[int, float]:
     return records(out_dir, "loss")
 
 
-def state_of(step: int, **parts) -> dict:
+def state_of(step: int, muon: bool = False, **parts) -> dict:
     """What the checkpoint of a very small network holds, every number of it its step."""
     model = GPT(shape := GPTConfig(4, 2, 1, 1, 4, False))
     params = [p for group in model.decay_groups() for p in group]
     full = lambda tensor: torch.full_like(tensor, step, requires_grad=False)  # noqa: E731
-    moments = [{"exp_avg": full(p), "exp_avg_sq": full(p)} for p in params]
+    with_muon = {*model.matrices()} if muon else ()
+
+    def moments(p) -> dict:
+        if p in with_muon:
+            return {"momentum_buffer": full(p)}
+        return {"exp_avg": full(p), "exp_avg_sq": full(p), "step": full(torch.zeros(()))}
+
     state = {
         "step": step, "position": step, "skipped": [], "val_losses": {},
         "model": {name: full(tensor) for name, tensor in model.state_dict().items()},
-        "optimizer": {i: {"step": torch.tensor(float(step))} | m for i, m in enumerate(moments)},
-        "scaler": {}, "identity": asdict(shape), "config": {"seed": 1}, "environment": {},
+        "optimizer": dict(enumerate(map(moments, params))), "scaler": {},
+        "identity": asdict(shape) | {"muon": muon}, "config": {"seed": 1}, "environment": {},
     }  # fmt: skip
     return state | parts
 

@@ -20,6 +20,7 @@ from support.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
+from support.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("shapes_at_hand")
 OTHERS = [
@@ -115,7 +116,8 @@ def step_with(path: Path):
     saved = read_checkpoint(path)
     model = GPT(GPTConfig(4, 2, 1, 1, 4, False))
     decayed, others = model.decay_groups()
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], fused=True)
+    matrices = model.matrices() if saved["identity"]["muon"] else ()
+    optimizer = Optimizer([{"params": decayed}, {"params": others}], matrices, fused=True)
     model.load_state_dict(saved["model"])
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
@@ -143,9 +145,10 @@ def num_refused(paths: list[Path]) -> int:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="fork is POSIX's")
 @pytest.mark.filterwarnings("ignore")  # of sparse tensors
-def test_a_tensor_that_does_not_fit_its_parameter_is_refused_before_it_is_used(tmp_path):
-    """The fused AdamW would write past the end of it. Each lie in each place."""
-    plain = state_of(7)
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_tensor_that_does_not_fit_its_parameter_is_refused_before_it_is_used(tmp_path, muon):
+    """The fused AdamW would write past the end of it. Each lie in every third place."""
+    plain = state_of(7, muon)
     places = [("model", name) for name in plain["model"]]
     places += [("optimizer", i, n) for i in plain["optimizer"] for n in plain["optimizer"][i]]
     torch.set_num_threads(1)  # a process that has forked has no other threads
@@ -168,7 +171,15 @@ def test_a_tensor_that_does_not_fit_its_parameter_is_refused_before_it_is_used(t
                 torch.save(saved, paths[-1])
         assert num_refused(paths) == len(paths), place
         cases += len(paths)
-    assert cases > 300
+    assert cases > 250
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_the_state_of_another_optimizer_is_refused(tmp_path, muon):
+    for part in ("optimizer", "identity"):
+        mixed = state_of(7, muon) | {part: state_of(7, not muon)[part]}
+        with pytest.raises(ValueError, match="its optimizer holds"):
+            read_checkpoint(written(tmp_path, mixed))
 
 
 def test_a_part_of_another_type_is_refused_in_one_line(tmp_path):

@@ -98,15 +98,18 @@ BEYOND = {  # the lecture: flags, and the relative difference that ranks and mic
     "bf16_residual": ({"bf16_residual": True, "bf16": True}, 2e-2),
     "memory": ({"recompute": True, "loss_chunk_tokens": 5}, 1e-6),
     "zero": ({"zero": True}, 1e-6),
+    "adamw": ({"muon": False}, 1e-6),
+    "zero and adamw": ({"muon": False, "zero": True}, 1e-6),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("memory", 2), ("zero", 2)]
+    [("memory", 2), ("zero", 2), ("adamw", 1)]
     + [
         pytest.param(name, ranks, marks=pytest.mark.slow)
         for name, ranks in [("fp16", 1), ("fp16", 2), ("bf16_residual", 2), ("memory", 1)]
+        + [("adamw", 2), ("adamw", 3), ("zero and adamw", 3)]
     ],
 )
 def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
@@ -310,6 +313,23 @@ def test_a_signal_saves_and_exits_with_3(whole, data_dir, tmp_path, ranks):
     step = max(losses(tmp_path / "run"))
     assert code == 3 and f"stopped by a signal after step {step}" in out
     assert read_checkpoint(tmp_path / "run" / f"checkpoint_{step:06d}.pt")["step"] == step
+
+
+def test_a_run_keeps_its_optimizer(data_dir, tmp_path):
+    """Older versions, which had AdamW alone, did not write down which it was."""
+    line = flags(data_dir=data_dir, out_dir="run", save_every=3)
+    whole = run(tmp_path, data_dir, "whole", muon=False)
+    assert train([*line, "--no-muon"], tmp_path, kill_after=7)[0] not in range(8)
+    path = checkpoints(tmp_path / "run")[0]
+    old = read_checkpoint(path)
+    del old["identity"]["muon"], old["digest"]
+    torch.save(old, path)
+    code, _, err = train([*line, "--resume", "--muon"], tmp_path)
+    assert code == 2 and "--muon: the run in run has False, this one True; give it as it was" in err
+    assert train([*line, "--resume", "--no-muon"], tmp_path)[0] == 0
+    assert digest(tmp_path / "run") == digest(whole)
+    code, _, err = train([*line, "--resume", "--muon", "--steps=14"], tmp_path)
+    assert code == 2 and "--muon: " in err
 
 
 def test_a_complete_run_is_left_alone(whole, data_dir):

@@ -1,0 +1,122 @@
+"""What updates the weights: AdamW, and Muon for the matrices that are named for it; and the same
+with its state shared out among the ranks. A step whose found_inf is 1 changes nothing."""
+
+import math
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.checkpoint import MOMENTS, MOMENTUM
+from support.ranks import World
+
+BETA = 0.95  # of Muon's momentum, as Jordan has it
+BATCH = 1 << 26  # numbers that are made orthogonal at a time: 256 MiB
+
+
+class Optimizer(torch.optim.AdamW):
+    """AdamW of groups, but for those of their parameters that are named matrices: these get Muon's
+    update, computed in bfloat16 or float32, with the first group's learning rate and decay."""
+
+    def __init__(self, groups: list[dict], matrices=(), bf16: bool = False, **options):
+        super().__init__(groups, **options)
+        self.matrices = dict.fromkeys(matrices)  # in their order
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+
+    def __setstate__(self, state: dict):
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's wants a step of each parameter
+
+    @torch.no_grad()
+    def step(self):
+        grads = {p: p.grad for p in self.matrices if p.grad is not None}
+        shapes = defaultdict(list)
+        for p in grads:
+            shapes[p.shape].append(p)
+            p.grad = None  # AdamW passes it by
+        super().step()
+        for params in shapes.values():
+            count = max(1, BATCH // params[0].numel())
+            for some in (params[n : n + count] for n in range(0, len(params), count)):
+                self.muon(some, torch.stack([grads[p] for p in some]))
+
+    def muon(self, params: list[Tensor], grads: Tensor):
+        """The update of matrices of one shape (Jordan et al. 2024, "Muon: an optimizer for hidden
+        layers"), as large as AdamW's is (Liu et al. 2025, "Muon is scalable for LLM training"), so
+        that both go by one learning rate: p -= lr * (decay * p + 0.2 * sqrt(longer side) * O)."""
+        lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
+        for p in params:
+            if MOMENTUM not in self.state[p]:
+                self.state[p][MOMENTUM] = torch.zeros_like(p)
+        buffers = [self.state[p][MOMENTUM] for p in params]
+        old = torch.stack(buffers)
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            grads = torch.where(found_inf > 0, old, grads)  # keeps the momentum as it is
+            lr = lr * (1 - found_inf)
+        new = old.lerp(grads, 1 - BETA)
+        updates = orthogonal(grads.lerp(new, BETA), self.dtype)  # Nesterov's momentum
+        size = 0.2 * math.sqrt(max(params[0].shape))
+        for p, buffer, momentum, update in zip(params, buffers, new, updates, strict=True):
+            buffer.copy_(momentum)
+            p.mul_(1 - lr * decay).sub_(update * (lr * size))
+
+
+def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each of these matrices (n, rows, columns) about the nearest one whose singular values are
+    all 1, by five steps of a Newton-Schulz iteration in dtype (Jordan et al. 2024, who found the
+    three numbers). Those above a 500th of the matrix's norm end between 0.68 and 1.21."""
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.transpose(1, 2) if is_tall else matrices
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
+    for _ in range(5):
+        a = x @ x.transpose(1, 2)
+        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, b, x, beta=3.4445)
+    return (x.transpose(1, 2) if is_tall else x).float()
+
+
+class SharedOptimizer(Optimizer):
+    """The same with its state dealt out to the ranks: each updates its own parameters, and gets the
+    others from theirs (ZeRO, stage 1: Rajbhandari et al. 2020). All ranks call state_dict, and the
+    main one gets what one rank alone would have. torch's ZeroRedundancyOptimizer holds its part
+    twice after load_state_dict, and leaves the steps on the CPU, where the fused AdamW fails."""
+
+    def __init__(self, world: World, groups: list[dict], **options):
+        super().__init__(groups, **options)
+        self.world, self.params = world, [p for group in groups for p in group["params"]]
+        loads, self.owners, self.collected = [0] * world.size, {}, {}
+        size = lambda p: p.numel() * (1 if p in self.matrices else 2)  # noqa: E731
+        for p in sorted(self.params, key=size, reverse=True):
+            self.owners[p] = loads.index(min(loads))
+            loads[self.owners[p]] += size(p)
+
+    def step(self):
+        for p in self.params:
+            if self.owners[p] != self.world.rank:
+                p.grad = None
+        super().step()
+        works = [dist.broadcast(p.detach(), self.owners[p], async_op=True) for p in self.params]
+        for work in works:
+            work.wait()
+
+    def state_dict(self) -> dict:
+        found = super().state_dict()
+        steps = [state["step"].item() for state in self.state.values() if "step" in state]
+        steps = [step for own in self.world.gather(steps[:1]) for step in own]
+        if not steps:  # nothing was updated yet
+            return found
+        for i, p in enumerate(self.params):
+            names = (MOMENTUM,) if p in self.matrices else MOMENTS
+            state = {n: self.state.get(p, {}).get(n, torch.empty_like(p)) for n in names}
+            for moment in state.values():
+                dist.broadcast(moment, self.owners[p])
+            state |= {} if p in self.matrices else {"step": torch.tensor(steps[0])}
+            for name, value in state.items() if self.world.is_main else ():
+                new = torch.empty_like(value, device="cpu")  # the same memory for each save
+                self.collected.setdefault(i, {}).setdefault(name, new).copy_(value)
+        return found | {"state": self.collected}
+
+    def load_state_dict(self, saved: dict):
+        own = [i for i, p in enumerate(self.params) if self.owners[p] == self.world.rank]
+        own = {i: saved["state"][i] for i in own if i in saved["state"]}
+        super().load_state_dict(saved | {"state": own})
