@@ -1,0 +1,246 @@
+"""How many tokens and seconds Muon takes to the loss that AdamW ends with.
+
+    python benchmarks/tokens_to_loss.py                        # three networks: hours on two cores
+    python benchmarks/tokens_to_loss.py --only nano
+    python benchmarks/tokens_to_loss.py --data-dir data/mine   # on another corpus
+    python benchmarks/tokens_to_loss.py --quick                # a minute, which shows that it works
+    python benchmarks/tokens_to_loss.py --resume               # go on with what was interrupted
+    python benchmarks/tokens_to_loss.py --readme benchmarks/results/tokens-*.json
+
+Each optimizer is at its best: of four peak learning rates and two ends of the cosine, a tenth of
+the peak and zero, the one with the lowest last validation loss of the first seed is run with two
+more. Each run is train_gpt2.py in a process of its own, whose log is read; seconds are those of the
+steps alone. Where Muon's curve falls below the last loss of AdamW with the same seed is found
+between two validations on a straight line.
+
+Writes results/tokens-<device>-<date>-<corpus>.json after each run, and at the end a picture.
+--readme puts the table of such files into benchmarks/README.md, and draws their pictures anew.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+
+import machine
+import plot
+
+NETWORKS = {  # parameters of the blocks: 0.8M, 2.7M and 10.6M, the last as nanoGPT's smallest
+    "nano": {},
+    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192},
+    "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384},
+}
+RATES = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (4e-3, 8e-3, 16e-3, 32e-3)}
+ENDS = (0.1, 0)  # of the cosine, as a share of the peak
+SEEDS = (1337, 1338, 1339)
+COLORS = {"AdamW": "#8fb4e8", "Muon": "#d1480f"}
+
+
+def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
+    """What to run for a network, one after the other: which ones come last depends on runs, those
+    so far."""
+    size = NETWORKS[name] | {"steps": args.steps, "warmup-steps": args.steps // 24}
+    size |= {"eval-every": max(1, args.steps // 48), "eval-tokens": args.eval_tokens}
+    size |= {"data-dir": args.data_dir} if args.data_dir else {}
+    for optimizer, rates in RATES.items():
+        for rate, end in list(itertools.product(rates, ENDS))[: 1 if args.quick else None]:
+            yield setting(name, optimizer, SEEDS[0], size, rate, end)
+        best = min(of(runs, name, optimizer, SEEDS[0]), key=last)
+        for seed in SEEDS[1:]:
+            yield setting(name, optimizer, seed, size, best["rate"], best["end"])
+
+
+def setting(name: str, optimizer: str, seed: int, size: dict, rate: float, end: float) -> dict:
+    flags = size | {"seed": seed, "learning-rate": rate, "decay-to": end}
+    flags["muon"] = optimizer == "Muon"
+    own = {"network": name, "optimizer": optimizer, "seed": seed, "rate": rate, "end": end}
+    return own | {"flags": flags}
+
+
+def of(runs: list[dict], name: str, optimizer: str, seed: int) -> list[dict]:
+    """The finished runs of a network with an optimizer and a seed."""
+    wanted = (name, optimizer, seed)
+    return [r for r in runs if (r["network"], r["optimizer"], r["seed"]) == wanted]
+
+
+def last(run: dict) -> float:
+    return run["loss"][-1]
+
+
+def train(setting: dict) -> dict:
+    """A run: its tokens, seconds, losses and bits per byte at each validation."""
+    words = [f"--{name}={value}" for name, value in setting["flags"].items()]
+    with TemporaryDirectory(dir=".", prefix=".tokens-") as folder:
+        command = [sys.executable, machine.REPO / "train_gpt2.py", "--model=nano", *words]
+        command += ["--save-every=0", "--sample-tokens=1", f"--out-dir={folder}/run"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        log = Path(folder, "run", "log.jsonl").read_text(encoding="utf-8")
+        environment = json.loads(log.splitlines()[0])["environment"]
+        run = plot.read_run(f"{folder}/run")
+    steps, losses = run.series("val_loss")
+    found = {"step": [int(step) for step in steps], "loss": [float(loss) for loss in losses]}
+    found["bits_per_byte"] = [float(value) for value in run.series("bits_per_byte")[1]]
+    found["seconds"] = [round(float(3600 * hours), 3) for hours in run.hours(steps)]
+    found["tokens_per_step"] = run.flags["batch_tokens"]
+    return setting | found | {"environment": machine.environment(environment)}
+
+
+# --------------------------------------------------------------------------------------------------
+# What was found
+
+
+def best_runs(runs: list[dict], name: str, optimizer: str) -> list[dict]:
+    """Those at the best setting, one for each seed."""
+    best = min(of(runs, name, optimizer, SEEDS[0]), key=last)
+    others = [run for seed in SEEDS[1:] for run in of(runs, name, optimizer, seed)]
+    return [best, *others]
+
+
+def reached(run: dict, loss: float) -> tuple[float, float]:
+    """The step and the seconds at which a run falls to a loss; nan if it never does."""
+    losses = run["loss"]
+    if not (below := [i for i, value in enumerate(losses) if value <= loss]):
+        return math.nan, math.nan
+    b = below[0]
+    a = max(0, b - 1)
+    share = (losses[a] - loss) / (losses[a] - losses[b]) if b else 0.0
+    between = lambda name: run[name][a] + share * (run[name][b] - run[name][a])  # noqa: E731
+    return between("step"), between("seconds")
+
+
+def shares(runs: list[dict], name: str) -> dict[str, list[float]]:
+    """Of each seed: Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's, and how
+    many bits per byte lower it ends."""
+    found = {"tokens": [], "seconds": [], "lower": []}
+    pairs = zip(*(best_runs(runs, name, optimizer) for optimizer in RATES), strict=True)
+    for adamw, muon in pairs:
+        step, seconds = reached(muon, last(adamw))
+        found["tokens"].append(step / adamw["step"][-1])
+        found["seconds"].append(seconds / adamw["seconds"][-1])
+        found["lower"].append(adamw["bits_per_byte"][-1] - muon["bits_per_byte"][-1])
+    return found
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """The mean, with the lowest and the highest."""
+    return f"{mean(values):{form}} ({min(values):{form}}, {max(values):{form}})"
+
+
+def rows(content: dict) -> list[dict]:
+    """A table for people: a row for each network that is done."""
+    table = []
+    for name in dict.fromkeys(run["network"] for run in content["runs"]):
+        if name not in content["done"]:
+            continue
+        found, ends, rates = shares(content["runs"], name), {}, {}
+        for optimizer in RATES:
+            runs = best_runs(content["runs"], name, optimizer)
+            ends[optimizer] = f"{mean(run['bits_per_byte'][-1] for run in runs):.3f}"
+            rates[optimizer] = f"{runs[0]['rate']:g} to {runs[0]['rate'] * runs[0]['end']:g}"
+        tokens = runs[0]["step"][-1] * runs[0]["tokens_per_step"]
+        table.append({"network": name, "tokens": f"{tokens / 1e6:.1f}M"}
+                     | {f"{o}, bits per byte": end for o, end in ends.items()}
+                     | {"its tokens": spread(found["tokens"]), "its time": spread(found["seconds"])}
+                     | {f"{o}'s rate": rate for o, rate in rates.items()})  # fmt: skip
+    return table
+
+
+def block(contents: dict[str, dict]) -> str:
+    """The tables of some results, in Markdown."""
+    parts = []
+    for content in contents.values():
+        env = content["environment"]
+        where = f"{machine.plain(env['device_name'])}, {env['cores']} cores, torch {env['torch']}"
+        parts += [f"**{content['corpus']}**, on {where}:", machine.markdown(rows(content))]
+    return "\n\n".join(parts)
+
+
+def draw(content: dict, path: Path):
+    """Validation losses of the best settings against tokens and against seconds, a row for each
+    network."""
+    from matplotlib.figure import Figure
+
+    names = content["done"]
+    figure = Figure(figsize=(9, 3.4 * len(names)), layout="constrained")
+    grid = figure.subplots(len(names), 2, squeeze=False, sharey="row")
+    for name, (left, right) in zip(names, grid, strict=True):
+        for optimizer, color in COLORS.items():
+            for number, run in enumerate(best_runs(content["runs"], name, optimizer)):
+                tokens = [step * run["tokens_per_step"] / 1e6 for step in run["step"]]
+                label = "" if number else f"{optimizer}: {last(run):.3f}"
+                left.plot(tokens, run["loss"], color=color, linewidth=1.4, label=label)
+                right.plot(run["seconds"], run["loss"], color=color, linewidth=1.4)
+        left.set(xlabel="million tokens", ylabel="validation loss", title=name)
+        right.set(xlabel="seconds of steps", title=content["corpus"])
+        ends = [last(run) for run in content["runs"] if run["network"] == name]
+        left.set_ylim(0.95 * min(ends), 2.2 * min(ends))
+        left.legend(fontsize=11)
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    add("--data-dir", default="", help="folder of token shards (default: Python's own source)")
+    add("--steps", type=int, default=1200)
+    add("--eval-tokens", type=int, default=65_536)
+    add("--quick", action="store_true", help="24 steps of nano at one setting each")
+    add("--resume", action="store_true", help="go on with the newest results of the corpus")
+    add("--readme", nargs="+", type=Path, metavar="JSON", help="put their tables into the README")
+    return parser
+
+
+def measure(args: Namespace, corpus: str):
+    content = {"corpus": corpus, "environment": {}, "done": [], "runs": []}
+    path = None
+    if args.resume:
+        path = max(machine.RESULTS.glob(f"tokens-*-{corpus}.json"), default=None)
+        content = machine.load(path) if path else content
+    for name in args.only:
+        for setting in settings(name, args, content["runs"]):
+            if any(run["flags"] == setting["flags"] for run in content["runs"]):
+                continue
+            run = train(setting)
+            content["environment"] = run.pop("environment")
+            content["runs"].append(run)
+            path = path or machine.results_path(
+                "tokens", content["environment"]["device_name"], corpus
+            )
+            machine.save(path, content)
+            print(f"{name}, {run['optimizer']}, seed {run['seed']}, {run['rate']:g} to"
+                  f" {run['rate'] * run['end']:g}: {last(run):.4f},"
+                  f" {run['seconds'][-1]:.0f} s", flush=True)  # fmt: skip
+        content["done"] = [*dict.fromkeys([*content["done"], name])]
+        machine.save(path, content)
+        print(machine.markdown(rows(content)), flush=True)
+    draw(content, path.with_suffix(".png"))
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    if args.readme:
+        contents = {path.name: machine.load(path) for path in sorted(args.readme)}
+        machine.put_into_readme("tokens", block(contents))
+        for path in args.readme:
+            draw(machine.load(path), path.with_suffix(".png"))
+        return 0
+    if args.quick:
+        args.only, args.steps, args.eval_tokens = ["nano"], 24, 4096
+    corpus = Path(args.data_dir).name or "stdlib-bytes"
+    measure(args, f"{corpus}-quick" if args.quick else corpus)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""benchmarks/tokens_to_loss.py: what it reckons from curves, and as a program."""
+
+import json
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import tokens_to_loss
+from test_ladder import copy_of_project
+
+SECONDS = {"AdamW": 1.0, "Muon": 1.5}  # of a step
+
+
+def made(name: str, optimizer: str, losses: dict[int, float], seed: int = 1337, rate=4e-3) -> dict:
+    """A run with these losses by step, whose bits per byte are twice the losses."""
+    own = {"network": name, "optimizer": optimizer, "seed": seed, "rate": rate, "end": 0.1}
+    seconds = [SECONDS[optimizer] * step for step in losses]
+    curve = {"step": [*losses], "loss": [*losses.values()], "seconds": seconds}
+    return own | curve | {"bits_per_byte": [2 * x for x in curve["loss"]], "tokens_per_step": 2048}
+
+
+def test_a_loss_is_reached_between_two_validations():
+    run = made("nano", "AdamW", {0: 6.0, 10: 4.0, 20: 2.0, 30: 3.0})
+    assert tokens_to_loss.reached(run, 3.5) == (12.5, 12.5)
+    assert tokens_to_loss.reached(run, 2.0) == (20, 20) and tokens_to_loss.reached(run, 7) == (0, 0)
+    assert all(map(math.isnan, tokens_to_loss.reached(run, 1.0)))
+
+
+def results() -> dict:
+    """AdamW ends at 2.0 after 20 steps; Muon is there after 10, which last as long as 15."""
+    runs = []
+    for seed in tokens_to_loss.SEEDS:
+        runs.append(made("nano", "AdamW", {0: 6.0, 20: 2.0}, seed))
+        runs.append(made("nano", "Muon", {0: 6.0, 10: 2.0, 20: 1.0}, seed))
+    runs.append(made("nano", "AdamW", {0: 6.0, 20: 2.5}, rate=8e-3))
+    runs.append(made("nano", "Muon", {0: 6.0, 20: 1.5}, rate=8e-3))
+    env = {"device_name": "a CPU", "cores": 2, "torch": "2.13.0"}
+    return {"corpus": "words", "environment": env, "done": ["nano"], "runs": runs}
+
+
+def test_shares_are_of_the_best_settings_seed_by_seed():
+    found = tokens_to_loss.shares(results()["runs"], "nano")
+    assert found == {"tokens": [0.5] * 3, "seconds": [0.75] * 3, "lower": [2.0] * 3}
+
+
+def test_the_table_has_a_row_for_each_network_that_is_done():
+    [row] = tokens_to_loss.rows(results())
+    assert len(row) <= 8 and row["tokens"] == "0.0M" and row["its tokens"] == "0.50 (0.50, 0.50)"
+    assert row["AdamW, bits per byte"] == "4.000" and row["Muon, bits per byte"] == "2.000"
+    assert tokens_to_loss.rows(results() | {"done": []}) == []
+
+
+def test_the_last_settings_are_of_the_best_rate():
+    args, runs = Namespace(steps=48, eval_tokens=1, data_dir="", quick=False), []
+    found = []
+    for setting in tokens_to_loss.settings("nano", args, runs):
+        found.append(setting)
+        is_best = (setting["rate"], setting["end"]) in ((2e-3, 0), (16e-3, 0.1))
+        runs.append(setting | {"loss": [1.0 if is_best else 2.0]})
+    for optimizer, best in (("AdamW", (2e-3, 0)), ("Muon", (16e-3, 0.1))):
+        own = [s for s in found if s["optimizer"] == optimizer]
+        assert len(own) == 10 and len({(s["rate"], s["end"]) for s in own}) == 8
+        assert [(s["rate"], s["end"], s["seed"]) for s in own[8:]] == [
+            (*best, seed) for seed in tokens_to_loss.SEEDS[1:]
+        ]
+        assert all(s["flags"]["muon"] == (optimizer == "Muon") for s in own)
+
+
+@pytest.mark.slow
+def test_the_quick_run_goes_on_and_is_shown(tmp_path, data_dir):
+    project = copy_of_project(tmp_path / "project")
+    program = [sys.executable, project / "benchmarks" / "tokens_to_loss.py"]
+    quick = [*program, "--quick", "--data-dir", data_dir]
+    subprocess.run(quick, check=True, cwd=project)
+    [path] = Path(project, "benchmarks", "results").glob("tokens-*.json")
+    content = json.loads(path.read_text())
+    assert len(content["runs"]) == 6 and content["done"] == ["nano"]
+    content["runs"] = content["runs"][:4]
+    path.write_text(json.dumps(content))
+    subprocess.run([*quick, "--resume"], check=True, cwd=project)
+    again = json.loads(path.read_text())
+    assert len(again["runs"]) == 6 and again["runs"][:4] == content["runs"]
+    assert again["runs"][5]["loss"] != again["runs"][4]["loss"]  # another seed
+    page = project / "benchmarks" / "README.md"
+    page.write_text("a\n<!-- tokens --><!-- end of tokens -->\nb\n")
+    subprocess.run([*program, "--readme", path], check=True)
+    assert "| nano |" in page.read_text() and path.with_suffix(".png").stat().st_size > 10_000
