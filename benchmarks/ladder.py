@@ -35,7 +35,6 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass
 from datetime import date
-from itertools import count
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -57,7 +56,7 @@ BEYOND = {  # the lecture: what each changes
     "fp16": {"bf16": False, "fp16": True},
     "muon": {"muon": True},
 }
-PRECISIONS = ("tf32", "bf16", "fp16")  # these change the numbers, all others do not
+PRECISIONS = ("tf32", "bf16", "fp16")  # these change the numbers; Muon does after the first update
 NAMES = {
     "base": "float32, everything off", "tf32": "TF32", "bf16": "BF16 autocast",
     "compile": "torch.compile", "flash": "flash attention", "pad-vocab": "padded vocabulary",
@@ -98,7 +97,7 @@ def base_flags(args: Namespace) -> dict:
         # small and growing: with the lecture's 3e-4 from the start the first losses of 124M jump
         # so much that rounding alone moves them by 1e-4
         "learning-rate": 1e-4, "warmup-steps": LEFT_OUT + args.steps - 1, "cosine": False,
-        "muon": False, "eval-every": 0, "eval-tokens": 1, "save-every": 0,
+        "muon": False, "eval-every": 0, "eval-tokens": 1, "save-every": 0, "sample-tokens": 1,
         **({"data-dir": args.data_dir} if args.data_dir else {}), **dict.fromkeys(SPEED_UPS, False),
     }  # fmt: skip
 
@@ -270,7 +269,7 @@ def difference(run: dict, other: dict) -> dict:
     norms = list(zip(run["grad_norm"], other["grad_norm"], strict=True))
     num_alike = next((i for i, pair in enumerate(norms) if None in pair), len(norms))
     losses = list(zip(run["loss"], other["loss"], strict=True))[: num_alike + 1]
-    if flags.get("muon") != other_flags.get("muon"):
+    if bool(flags.get("muon")) != bool(other_flags.get("muon")):
         losses, num_alike = losses[:1], min(num_alike, 1)
     found = {"tolerances": LOWER if lower else FLOAT32}
     for key, pairs in (("loss", losses), ("grad_norm", norms[:num_alike])):
@@ -316,7 +315,7 @@ class Ladder:
         if not self.path:
             names = self.args.model, "leave-one-out" if self.args.leave_one_out else ""
             device = self.content["environment"]["device_name"]
-            self.path = free(machine.results_path("ladder", device, *names))
+            self.path = machine.free(machine.results_path("ladder", device, *names))
         machine.save(self.path, self.content)
 
     def rung(self, name: str, flags: dict) -> dict:
@@ -426,12 +425,6 @@ def undo(name: str, flags: dict) -> dict:
     if name == "accumulation":
         return {"batch-tokens": flags["micro-batch-size"] * flags["seq-len"]}
     return {name: False}
-
-
-def free(path: Path) -> Path:
-    """path, or with -2, -3, ... if that is taken."""
-    paths = (path.with_stem(f"{path.stem}-{n}") for n in count(2))
-    return path if not path.exists() else next(p for p in paths if not p.exists())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import date
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -69,6 +70,12 @@ def results_path(*parts: str) -> Path:
     program, device, *more = (re.sub("[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
     names = [program, device, str(date.today()), *more]
     return RESULTS / ("-".join(filter(None, names)) + ".json")
+
+
+def free(path: Path) -> Path:
+    """path, or with -2, -3, ... if that is taken."""
+    paths = (path.with_stem(f"{path.stem}-{n}") for n in count(2))
+    return path if not path.exists() else next(p for p in paths if not p.exists())
 
 
 def save(path: Path, content: dict):

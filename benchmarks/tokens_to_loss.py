@@ -52,7 +52,7 @@ def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
     for optimizer, rates in RATES.items():
         for rate, end in list(itertools.product(rates, ENDS))[: 1 if args.quick else None]:
             yield setting(name, optimizer, SEEDS[0], size, rate, end)
-        best = min(of(runs, name, optimizer, SEEDS[0]), key=last)
+        best = min(runs_of(runs, name, optimizer, SEEDS[0]), key=last_loss)
         for seed in SEEDS[1:]:
             yield setting(name, optimizer, seed, size, best["rate"], best["end"])
 
@@ -64,22 +64,23 @@ def setting(name: str, optimizer: str, seed: int, size: dict, rate: float, end: 
     return own | {"flags": flags}
 
 
-def of(runs: list[dict], name: str, optimizer: str, seed: int) -> list[dict]:
+def runs_of(runs: list[dict], name: str, optimizer: str, seed: int) -> list[dict]:
     """The finished runs of a network with an optimizer and a seed."""
     wanted = (name, optimizer, seed)
     return [r for r in runs if (r["network"], r["optimizer"], r["seed"]) == wanted]
 
 
-def last(run: dict) -> float:
+def last_loss(run: dict) -> float:
     return run["loss"][-1]
 
 
 def train(setting: dict) -> dict:
-    """A run: its tokens, seconds, losses and bits per byte at each validation."""
+    """A run: its seconds and losses at each validation, in bits per byte too where known."""
     words = [f"--{name}={value}" for name, value in setting["flags"].items()]
-    with TemporaryDirectory(dir=".", prefix=".tokens-") as folder:
+    with TemporaryDirectory() as folder:
         command = [sys.executable, machine.REPO / "train_gpt2.py", "--model=nano", *words]
         command += ["--save-every=0", "--sample-tokens=1", f"--out-dir={folder}/run"]
+        command += [f"--skip-nonfinite={setting['flags']['steps']}"]  # a rate may be too high
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         log = Path(folder, "run", "log.jsonl").read_text(encoding="utf-8")
         environment = json.loads(log.splitlines()[0])["environment"]
@@ -98,8 +99,8 @@ def train(setting: dict) -> dict:
 
 def best_runs(runs: list[dict], name: str, optimizer: str) -> list[dict]:
     """Those at the best setting, one for each seed."""
-    best = min(of(runs, name, optimizer, SEEDS[0]), key=last)
-    others = [run for seed in SEEDS[1:] for run in of(runs, name, optimizer, seed)]
+    best = min(runs_of(runs, name, optimizer, SEEDS[0]), key=last_loss)
+    others = [run for seed in SEEDS[1:] for run in runs_of(runs, name, optimizer, seed)]
     return [best, *others]
 
 
@@ -116,15 +117,13 @@ def reached(run: dict, loss: float) -> tuple[float, float]:
 
 
 def shares(runs: list[dict], name: str) -> dict[str, list[float]]:
-    """Of each seed: Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's, and how
-    many bits per byte lower it ends."""
-    found = {"tokens": [], "seconds": [], "lower": []}
+    """Of each seed: Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's."""
+    found = {"tokens": [], "seconds": []}
     pairs = zip(*(best_runs(runs, name, optimizer) for optimizer in RATES), strict=True)
     for adamw, muon in pairs:
-        step, seconds = reached(muon, last(adamw))
+        step, seconds = reached(muon, last_loss(adamw))
         found["tokens"].append(step / adamw["step"][-1])
         found["seconds"].append(seconds / adamw["seconds"][-1])
-        found["lower"].append(adamw["bits_per_byte"][-1] - muon["bits_per_byte"][-1])
     return found
 
 
@@ -142,11 +141,13 @@ def rows(content: dict) -> list[dict]:
         found, ends, rates = shares(content["runs"], name), {}, {}
         for optimizer in RATES:
             runs = best_runs(content["runs"], name, optimizer)
-            ends[optimizer] = f"{mean(run['bits_per_byte'][-1] for run in runs):.3f}"
+            unit = "bits_per_byte" if runs[0].get("bits_per_byte") else "loss"
+            ends[f"{optimizer}, {unit.replace('_', ' ')}"] = (
+                f"{mean(r[unit][-1] for r in runs):.3f}"
+            )
             rates[optimizer] = f"{runs[0]['rate']:g} to {runs[0]['rate'] * runs[0]['end']:g}"
         tokens = runs[0]["step"][-1] * runs[0]["tokens_per_step"]
-        table.append({"network": name, "tokens": f"{tokens / 1e6:.1f}M"}
-                     | {f"{o}, bits per byte": end for o, end in ends.items()}
+        table.append({"network": name, "tokens": f"{tokens / 1e6:.1f}M"} | ends
                      | {"its tokens": spread(found["tokens"]), "its time": spread(found["seconds"])}
                      | {f"{o}'s rate": rate for o, rate in rates.items()})  # fmt: skip
     return table
@@ -174,12 +175,12 @@ def draw(content: dict, path: Path):
         for optimizer, color in COLORS.items():
             for number, run in enumerate(best_runs(content["runs"], name, optimizer)):
                 tokens = [step * run["tokens_per_step"] / 1e6 for step in run["step"]]
-                label = "" if number else f"{optimizer}: {last(run):.3f}"
+                label = "" if number else f"{optimizer}: {last_loss(run):.3f}"
                 left.plot(tokens, run["loss"], color=color, linewidth=1.4, label=label)
                 right.plot(run["seconds"], run["loss"], color=color, linewidth=1.4)
         left.set(xlabel="million tokens", ylabel="validation loss", title=name)
         right.set(xlabel="seconds of steps", title=content["corpus"])
-        ends = [last(run) for run in content["runs"] if run["network"] == name]
+        ends = [last_loss(run) for run in content["runs"] if run["network"] == name]
         left.set_ylim(0.95 * min(ends), 2.2 * min(ends))
         left.legend(fontsize=11)
         for axes in (left, right):
@@ -201,44 +202,70 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def start(args: Namespace, corpus: str) -> tuple[dict, Path | None]:
+    """New results, or the newest ones of the same corpus and sizes, and where they are."""
+    sizes = {"corpus": corpus, "steps": args.steps, "eval_tokens": args.eval_tokens}
+    paths = machine.RESULTS.glob("tokens-*.json") if args.resume else ()
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        content = machine.load(path)
+        if content["sizes"] == sizes:
+            return content, path
+    return {"corpus": corpus, "sizes": sizes, "environment": {}, "done": [], "runs": []}, None
+
+
 def measure(args: Namespace, corpus: str):
-    content = {"corpus": corpus, "environment": {}, "done": [], "runs": []}
-    path = None
-    if args.resume:
-        path = max(machine.RESULTS.glob(f"tokens-*-{corpus}.json"), default=None)
-        content = machine.load(path) if path else content
+    content, path = start(args, corpus)
     for name in args.only:
-        for setting in settings(name, args, content["runs"]):
-            if any(run["flags"] == setting["flags"] for run in content["runs"]):
+        for wanted in settings(name, args, content["runs"]):
+            if any(run["flags"] == wanted["flags"] for run in content["runs"]):
                 continue
-            run = train(setting)
-            content["environment"] = run.pop("environment")
+            run = train(wanted)
+            environment = run.pop("environment")
+            known = content["environment"] = content["environment"] or environment
+            for key in ("device_name", "torch"):
+                if known[key] != environment[key]:
+                    why = f"{known[key]} for the runs so far, {environment[key]} for this one"
+                    raise ValueError(f"{key} is {why}: begin anew, without --resume")
             content["runs"].append(run)
-            path = path or machine.results_path(
-                "tokens", content["environment"]["device_name"], corpus
+            path = path or machine.free(
+                machine.results_path("tokens", known["device_name"], corpus)
             )
             machine.save(path, content)
-            print(f"{name}, {run['optimizer']}, seed {run['seed']}, {run['rate']:g} to"
-                  f" {run['rate'] * run['end']:g}: {last(run):.4f},"
-                  f" {run['seconds'][-1]:.0f} s", flush=True)  # fmt: skip
+            ends = f"{run['rate']:g} to {run['rate'] * run['end']:g}"
+            told = f"{name}, {run['optimizer']}, seed {run['seed']}, {ends}"
+            print(f"{told}: {last_loss(run):.4f}, {run['seconds'][-1]:.0f} s", flush=True)
         content["done"] = [*dict.fromkeys([*content["done"], name])]
         machine.save(path, content)
         print(machine.markdown(rows(content)), flush=True)
-    draw(content, path.with_suffix(".png"))
+    show(content, path)
+
+
+def show(content: dict, path: Path):
+    try:
+        draw(content, path.with_suffix(".png"))
+    except ImportError:
+        print("no picture: pip install matplotlib")
 
 
 def main() -> int:
     args = make_parser().parse_args()
-    if args.readme:
-        contents = {path.name: machine.load(path) for path in sorted(args.readme)}
-        machine.put_into_readme("tokens", block(contents))
-        for path in args.readme:
-            draw(machine.load(path), path.with_suffix(".png"))
-        return 0
     if args.quick:
         args.only, args.steps, args.eval_tokens = ["nano"], 24, 4096
-    corpus = Path(args.data_dir).name or "stdlib-bytes"
-    measure(args, f"{corpus}-quick" if args.quick else corpus)
+    corpus = Path(args.data_dir).resolve().name if args.data_dir else "stdlib-bytes"
+    try:
+        if not args.readme:
+            measure(args, f"{corpus}-quick" if args.quick else corpus)
+        contents = {path.name: machine.load(path) for path in args.readme or ()}
+        if contents:
+            machine.put_into_readme("tokens", block(contents))
+        for path in args.readme or ():
+            show(contents[path.name], path)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"tokens_to_loss.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tokens_to_loss.py: stopped; the finished runs are kept: --resume goes on")
+        return 130
     return 0
 
 
