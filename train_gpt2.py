@@ -70,10 +70,10 @@ class TrainConfig:
     warmup_steps: int = flag(715, "steps of linear warm-up, by default at most steps / 5", 0)
     learning_rate: float = flag(6e-4, "peak learning rate", 0)
     cosine: bool = flag(True, "decay the learning rate along a cosine")
-    decay_to: float = flag(0.1, "its end, as a share of the peak", 0, 1, needs="cosine")
+    decay_to: float = flag(0.1, "end of the cosine, as a share of the peak", 0, 1, needs="cosine")
     weight_decay: float = flag(0.1, "decay of the matrices; biases and layer norms have none", 0)
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: no limit", 0)
-    muon: bool = flag(False, "the blocks' matrices by Muon, which takes fewer tokens than AdamW")
+    muon: bool = flag(False, "the blocks' matrices by Muon, all others by AdamW")
     skip_nonfinite: int = flag(0, "steps to leave out, not applied, whose loss is not finite", 0)
 
     eval_every: int = flag(250, "steps between validations; 0: at both ends", 0, group="watching")
@@ -176,8 +176,7 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
         if given.get(name) == "":
             raise ValueError(f"{spell(name)} is empty: name one, or leave it out")
     if given.get("init_from") and given.get("resume") and given.get("out_dir"):
-        paths = checkpoints(Path(given["out_dir"]))
-        own = next(filter(is_good, paths), None)
+        own = next(filter(is_good, checkpoints(Path(given["out_dir"]))), None)
         given["init_from"] = str(own or given["init_from"])  # one that has begun needs no other
     source = None
     if "init_from" in given:
@@ -379,7 +378,7 @@ def save(run: Run, wait: bool):
 
 
 def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
-    """What must not change while a run goes on: its network, its data, their order."""
+    """What must not change while a run goes on: its network, optimizer, data, and their order."""
     order = {name: getattr(config, name) for name in FIXED if name not in SHAPE_FLAGS}
     facts = {"data_dir": data.fingerprint, "tokenizer": data.tokenizer}
     return order | facts | asdict(shape)
@@ -395,7 +394,8 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     config.num_micro(world.size)
     _ = config.tensorboard and log.tensorboard()  # is it there?
     ours = {spell(name): value for name, value in asdict(config).items()}
-    world.agree(ours | ranks.code_digest())
+    products = device.same_products(world.device, config.muon and not config.zero)
+    world.agree(ours | products | ranks.code_digest())
     out_dir = world.from_main(lambda: folder.choose_out_dir(config.out_dir, config.resume))
     seen = world.from_main(lambda: checkpoints(out_dir))
     world.note("opening the data")
@@ -542,8 +542,7 @@ def log_start(run: Run, given: set[str], off: dict[str, str]):
     epochs = config.steps * config.batch_tokens / (len(loader) * config.seq_len)
     chosen = [f.name for f in fields(config) if f.name not in given and flags[f.name] != f.default]
     record = {"environment": run.environment, "flags": flags, "chosen": chosen, "off": off}
-    record |= {"epochs": epochs, "unused_tokens": unused}
-    record |= {"matmul_tflops": run.progress.matmul_tflops}
+    record |= dict(epochs=epochs, unused_tokens=unused, matmul_tflops=run.progress.matmul_tflops)
     sizes = [(len(g), model.num_elements(g)) for g in (*model.decay_groups(), model.matrices())]
     data = f"{len(loader):,} sequences of {config.seq_len} {run.data.tokenizer} tokens"
     run.log(log.start_text(record, sizes, data), **record)
@@ -552,12 +551,14 @@ def log_start(run: Run, given: set[str], off: dict[str, str]):
 def log_resume(run: Run, saved: dict):
     """Where the run goes on, which flags are not those it was saved with, and what keeps it from
     being the uninterrupted run bit for bit."""
-    step, was, env = run.state.step, saved["config"] | saved["environment"], run.environment
+    step, env = run.state.step, run.environment
+    was = {f.name: f.default for f in fields(run.config)}  # an older version has fewer flags
+    was |= saved["config"] | saved["environment"]
     now = {name: value for name, value in asdict(run.config).items() if name not in UNSEEN}
     names = ("torch", "threads", "ranks") + ("device_name",) * ("digest" in saved)
     now |= {name: env[name] for name in names if was.get(name)}
     changed = {name: value for name, value in now.items() if was.get(name) != value}
-    then = replace(run.config, **{name: was[name] for name in RATE_FLAGS if name in was})
+    then = replace(run.config, **{name: was[name] for name in RATE_FLAGS})
     rates = learning_rate(min(step, then.steps), then), learning_rate(step, run.config)
     words = log.resume_text(step, was, changed, env, ROUNDING, rates, "digest" in saved)
     run.log(words, resumed=step, changed=changed)

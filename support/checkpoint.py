@@ -34,7 +34,7 @@ PARTS = {  # of a checkpoint, and the types of what each holds
     "identity": {str: PLAIN}, "config": {str: PLAIN}, "environment": {str: PLAIN},
 }  # fmt: skip
 LATER = {"val_losses", "scaler", "digest"}  # older checkpoints lack them
-MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # AdamW's, Muon's: of a parameter
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # of AdamW; of Muon
 STORED = {  # how torch.save writes each part: neither packed nor encrypted, and never a folder
     "compress_type": (zipfile.ZIP_STORED,), "external_attr": (0,), "internal_attr": (0,),
     "create_system": (0,), "flag_bits": (0, 0x8, 0x800, 0x808),

@@ -142,8 +142,8 @@ def fitting(
 
 
 def step_memory(model: nn.Module, share: int) -> list[torch.Tensor]:
-    """As much memory as a step holds besides a pass: gradients, and AdamW's moments, of which a
-    rank has one part of share."""
+    """As much memory as a step holds besides a pass: gradients, and AdamW's moments (Muon has half
+    of them), of which a rank has one part of share."""
     params = list(model.parameters())
     num_moments = 2 * sum(p.numel() for p in params) // share
     return [*map(torch.empty_like, params), torch.empty(num_moments, device=params[0].device)]
@@ -173,14 +173,23 @@ def peak_memory_mib(device: torch.device) -> float | None:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def device_name(device: torch.device) -> str:
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if is_cuda else cpu_name(Path("/proc/cpuinfo"))
+
+
+def same_products(device: torch.device, needed: bool) -> dict[str, str]:
+    """What ranks must agree on where it is needed that matrix products have the same bits on all of
+    them: as for Muon, unless --zero gives each matrix to one rank."""
+    return {"the device, for --muon without --zero,": device_name(device)} if needed else {}
+
+
 def environment(device: torch.device, num_ranks: int) -> dict:
     """What a result depends on besides the flags."""
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else cpu_name(Path("/proc/cpuinfo"))
     return {
         "commit": commit(), "torch": str(torch.__version__), "numpy": np.__version__,
         "python": platform.python_version(), "platform": platform.platform(),
-        "device": str(device.type), "device_name": name,
+        "device": str(device.type), "device_name": device_name(device),
         "threads": torch.get_num_threads(), "ranks": num_ranks,
     }  # fmt: skip
 

@@ -1,8 +1,10 @@
 """What updates the weights: AdamW, and Muon for the matrices that are named for it; and the same
-with its state shared out among the ranks. A step whose found_inf is 1 changes nothing."""
+with its state shared out among the ranks. With fused, a step whose found_inf is 1 changes
+nothing."""
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -12,14 +14,16 @@ from support.checkpoint import MOMENTS, MOMENTUM
 from support.ranks import World
 
 BETA = 0.95  # of Muon's momentum, as Jordan has it
-BATCH = 1 << 26  # numbers that are made orthogonal at a time: 256 MiB
+MOST = 1 << 25  # numbers that are made orthogonal at a time: 128 MiB, and six times that in between
 
 
 class Optimizer(torch.optim.AdamW):
     """AdamW of groups, but for those of their parameters that are named matrices: these get Muon's
     update, computed in bfloat16 or float32, with the first group's learning rate and decay."""
 
-    def __init__(self, groups: list[dict], matrices=(), bf16: bool = False, **options):
+    def __init__(
+        self, groups: list[dict], matrices: Iterable[Tensor] = (), bf16: bool = False, **options
+    ):
         super().__init__(groups, **options)
         self.matrices = dict.fromkeys(matrices)  # in their order
         self.dtype = torch.bfloat16 if bf16 else torch.float32
@@ -36,7 +40,7 @@ class Optimizer(torch.optim.AdamW):
             p.grad = None  # AdamW passes it by
         super().step()
         for params in shapes.values():
-            count = max(1, BATCH // params[0].numel())
+            count = max(1, MOST // params[0].numel())
             for some in (params[n : n + count] for n in range(0, len(params), count)):
                 self.muon(some, torch.stack([grads[p] for p in some]))
 
@@ -49,22 +53,23 @@ class Optimizer(torch.optim.AdamW):
             if MOMENTUM not in self.state[p]:
                 self.state[p][MOMENTUM] = torch.zeros_like(p)
         buffers = [self.state[p][MOMENTUM] for p in params]
-        old = torch.stack(buffers)
+        momentum = torch.stack(buffers)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
-            grads = torch.where(found_inf > 0, old, grads)  # keeps the momentum as it is
+            grads = torch.where(found_inf > 0, momentum, grads)  # keeps the momentum as it is
             lr = lr * (1 - found_inf)
-        new = old.lerp(grads, 1 - BETA)
-        updates = orthogonal(grads.lerp(new, BETA), self.dtype)  # Nesterov's momentum
-        size = 0.2 * math.sqrt(max(params[0].shape))
-        for p, buffer, momentum, update in zip(params, buffers, new, updates, strict=True):
-            buffer.copy_(momentum)
-            p.mul_(1 - lr * decay).sub_(update * (lr * size))
+        momentum.lerp_(grads, 1 - BETA)
+        updates = orthogonal(grads.lerp_(momentum, BETA), self.dtype)  # Nesterov's momentum
+        kept, size = 1 - lr * decay, lr * 0.2 * math.sqrt(max(params[0].shape))
+        for p, buffer, new, update in zip(params, buffers, momentum, updates, strict=True):
+            buffer.copy_(new)
+            p.mul_(kept).sub_(update.mul_(size))
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """For each of these matrices (n, rows, columns) about the nearest one whose singular values are
     all 1, by five steps of a Newton-Schulz iteration in dtype (Jordan et al. 2024, who found the
-    three numbers). Those above a 500th of the matrix's norm end between 0.68 and 1.21."""
+    three numbers). In float32 those above a 500th of the matrix's norm end between 0.68 and 1.21.
+    """
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if is_tall else matrices
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
@@ -101,8 +106,8 @@ class SharedOptimizer(Optimizer):
 
     def state_dict(self) -> dict:
         found = super().state_dict()
-        steps = [state["step"].item() for state in self.state.values() if "step" in state]
-        steps = [step for own in self.world.gather(steps[:1]) for step in own]
+        steps = [state["step"] for state in self.state.values() if "step" in state]
+        steps = [step for own in self.world.gather([x.item() for x in steps[:1]]) for step in own]
         if not steps:  # nothing was updated yet
             return found
         for i, p in enumerate(self.params):

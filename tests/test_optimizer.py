@@ -11,12 +11,12 @@ from support.optimizer import Optimizer, orthogonal
 SHAPE = GPTConfig(vocab_size=11, seq_len=8, n_layer=3, n_head=2, n_embd=16, pad_vocab=False)
 
 
-def make(dtype: torch.dtype | None, fused: bool = True) -> tuple[GPT, Optimizer]:
+def make(dtype: torch.dtype | None) -> tuple[GPT, Optimizer]:
     model = GPT(SHAPE)
     decayed, others = model.decay_groups()
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     muon = {"matrices": model.matrices(), "bf16": dtype == torch.bfloat16} if dtype else {}
-    return model, Optimizer(groups, lr=0.01, betas=(0.9, 0.95), fused=fused, **muon)
+    return model, Optimizer(groups, lr=0.01, betas=(0.9, 0.95), fused=True, **muon)
 
 
 def gradients(model: GPT, seed: int):
@@ -36,10 +36,10 @@ def test_the_matrices_are_those_of_the_blocks():
     assert all(a is b for a, b in zip(decayed[2:], model.matrices(), strict=True))
 
 
-@pytest.mark.parametrize("batch", [1 << 26, 700])
-def test_the_matrices_are_updated_as_by_torch(monkeypatch, batch):
+@pytest.mark.parametrize("most", [1 << 25, 700])
+def test_the_matrices_are_updated_as_by_torch(monkeypatch, most):
     """One after the other or many at a time; torch has bfloat16 alone."""
-    monkeypatch.setattr(optimizer, "BATCH", batch)
+    monkeypatch.setattr(optimizer, "MOST", most)
     ours, by_ours = make(torch.bfloat16)
     theirs, _ = make(None)
     muon = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
@@ -79,7 +79,8 @@ def test_a_matrix_keeps_its_singular_vectors_and_gets_singular_values_near_1(sha
         u, _, vt = np.linalg.svd(matrix, full_matrices=False)
         inner = u.T @ other @ vt.T
         values = np.diag(inner)
-        assert 0.6 < values.min() and values.max() < 1.3
+        least, most = (0.68, 1.21) if dtype == torch.float32 else (0.6, 1.3)
+        assert least < values.min() and values.max() < most
         off = np.abs(inner - np.diag(values)).max()
         assert off < (1e-3 if dtype == torch.float32 else 0.1)
 
