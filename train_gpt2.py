@@ -404,8 +404,7 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     world.agree({"the data": corpus.fingerprint_here(data.train[0].path.parent)})
     saved = own_state(config, out_dir, data, shape, world) if config.resume else None
     if saved and saved["step"] >= config.steps:
-        done = world.from_main(partial(log.noted, out_dir, saved["step"]))
-        if done >= watched(config).keys():
+        if world.from_main(partial(log.noted, out_dir, saved["step"])) >= watched(config).keys():
             return None
     initial = source.weights(shape) if source and not saved else None
     off = device.why_off(asdict(config), given, world.device)

@@ -213,6 +213,14 @@ def start(args: Namespace, corpus: str) -> tuple[dict, Path | None]:
     return {"corpus": corpus, "sizes": sizes, "environment": {}, "done": [], "runs": []}, None
 
 
+def check_same(known: dict, found: dict):
+    """ValueError if a run was on another device, or with another torch, than those before it."""
+    for key in ("device_name", "torch"):
+        if known[key] != found[key]:
+            why = f"{known[key]} for the runs so far, {found[key]} for this one"
+            raise ValueError(f"{key} is {why}: begin anew, without --resume")
+
+
 def measure(args: Namespace, corpus: str):
     content, path = start(args, corpus)
     for name in args.only:
@@ -222,10 +230,7 @@ def measure(args: Namespace, corpus: str):
             run = train(wanted)
             environment = run.pop("environment")
             known = content["environment"] = content["environment"] or environment
-            for key in ("device_name", "torch"):
-                if known[key] != environment[key]:
-                    why = f"{known[key]} for the runs so far, {environment[key]} for this one"
-                    raise ValueError(f"{key} is {why}: begin anew, without --resume")
+            check_same(known, environment)
             content["runs"].append(run)
             path = path or machine.free(
                 machine.results_path("tokens", known["device_name"], corpus)
