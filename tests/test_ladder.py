@@ -33,13 +33,19 @@ BREAKS = {  # what a wrong speed-up would do: the rung, the file, the line, what
 
 
 def copy_of_project(folder: Path, *edits: tuple[str, str, str]) -> Path:
-    """A copy of the programs, with edits: file, old, new; the ladder waits for no idle machine."""
+    """A copy of the programs, with edits: file, old, new; the ladder waits for no idle machine, and
+    the rate of small products is measured."""
     for name in ("", "benchmarks", "support"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for path in (REPO / name).glob("*.py"):
             shutil.copy(path, folder / name)
     at_once = ("benchmarks/ladder.py", "IDLE_WITHIN_S = 5", "IDLE_WITHIN_S = 0")
-    for name, old, new in (at_once, *edits):
+    small = (
+        "support/device.py",
+        'device.type == "cuda" else 1024',
+        'device.type == "cuda" else 64',
+    )
+    for name, old, new in (at_once, small, *edits):
         text = (folder / name).read_text(encoding="utf-8")
         assert old in text
         (folder / name).write_text(text.replace(old, new), encoding="utf-8")
@@ -48,7 +54,7 @@ def copy_of_project(folder: Path, *edits: tuple[str, str, str]) -> Path:
 
 def command(project: Path, data_dir: Path, *flags: str) -> list:
     program = [sys.executable, project / "benchmarks" / "ladder.py", "--model", "nano"]
-    small = ["--steps", "2", "--micro-batch-size", "4", "--data-dir", data_dir]
+    small = ["--steps", "2", "--micro-batch-size", "4", "--seq-len", "16", "--data-dir", data_dir]
     return [*program, *small, *flags]
 
 
