@@ -7,21 +7,21 @@
     python benchmarks/tokens_to_loss.py --resume               # go on with what was interrupted
     python benchmarks/tokens_to_loss.py --readme benchmarks/results/tokens-*.json
 
-Each optimizer is at its best: of four peak learning rates and two ends of the cosine, a tenth of
-the peak and zero, the one with the lowest last validation loss of the first seed is run with two
-more. Each run is train_gpt2.py in a process of its own, whose log is read; seconds are those of the
-steps alone. Where Muon's curve falls below the last loss of AdamW with the same seed is found
-between two validations on a straight line.
+Each optimizer is at its best: four peak learning rates are tried with a cosine that ends at a tenth
+of them, then the best two with one that ends at zero. What has the lowest last validation loss of
+these six is run with two more seeds. Each run is train_gpt2.py in a process of its own, whose log
+is read; seconds are those of the steps alone. Where Muon's curve falls below the last loss of AdamW
+with the same seed is found between two validations on a straight line.
 
 Writes results/tokens-<device>-<date>-<corpus>.json after each run, and at the end a picture.
 --readme puts the table of such files into benchmarks/README.md, and draws their pictures anew.
 """
 
 import argparse
-import itertools
 import json
 import math
-import subprocess
+import os
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -29,16 +29,17 @@ from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
+import ladder
 import machine
 import plot
 
 NETWORKS = {  # parameters of the blocks: 0.8M, 2.7M and 10.6M, the last as nanoGPT's smallest
-    "nano": {},
-    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192},
-    "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384},
+    "nano": {"steps": 1200},
+    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 600},  # fewer, for the time it takes
+    "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 300},
 }
 RATES = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (4e-3, 8e-3, 16e-3, 32e-3)}
-ENDS = (0.1, 0)  # of the cosine, as a share of the peak
+ENDS = (0.1, 0)  # of the cosine, as a share of the peak: this for all rates, this for the best two
 SEEDS = (1337, 1338, 1339)
 COLORS = {"AdamW": "#8fb4e8", "Muon": "#d1480f"}
 
@@ -46,12 +47,16 @@ COLORS = {"AdamW": "#8fb4e8", "Muon": "#d1480f"}
 def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
     """What to run for a network, one after the other: which ones come last depends on runs, those
     so far."""
-    size = NETWORKS[name] | {"steps": args.steps, "warmup-steps": args.steps // 24}
-    size |= {"eval-every": max(1, args.steps // 48), "eval-tokens": args.eval_tokens}
+    steps = args.steps or NETWORKS[name]["steps"]
+    size = NETWORKS[name] | {"steps": steps, "warmup-steps": steps // 24}
+    size |= {"eval-every": max(1, steps // 40), "eval-tokens": args.eval_tokens}
     size |= {"data-dir": args.data_dir} if args.data_dir else {}
     for optimizer, rates in RATES.items():
-        for rate, end in list(itertools.product(rates, ENDS))[: 1 if args.quick else None]:
-            yield setting(name, optimizer, SEEDS[0], size, rate, end)
+        for rate in rates[: 1 if args.quick else None]:
+            yield setting(name, optimizer, SEEDS[0], size, rate, ENDS[0])
+        tried = [r for r in runs_of(runs, name, optimizer, SEEDS[0]) if r["end"] == ENDS[0]]
+        for run in sorted(tried, key=last_loss)[:2]:
+            yield setting(name, optimizer, SEEDS[0], size, run["rate"], ENDS[1])
         best = min(runs_of(runs, name, optimizer, SEEDS[0]), key=last_loss)
         for seed in SEEDS[1:]:
             yield setting(name, optimizer, seed, size, best["rate"], best["end"])
@@ -78,10 +83,12 @@ def train(setting: dict) -> dict:
     """A run: its seconds and losses at each validation, in bits per byte too where known."""
     words = [f"--{name}={value}" for name, value in setting["flags"].items()]
     with TemporaryDirectory() as folder:
-        command = [sys.executable, machine.REPO / "train_gpt2.py", "--model=nano", *words]
-        command += ["--save-every=0", "--sample-tokens=1", f"--out-dir={folder}/run"]
-        command += [f"--skip-nonfinite={setting['flags']['steps']}"]  # a rate may be too high
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        program = [sys.executable, str(ladder.TRAIN), "--model=nano", *words]
+        program += ["--save-every=0", "--sample-tokens=1", f"--out-dir={folder}/run"]
+        program += [f"--skip-nonfinite={setting['flags']['steps']}"]  # a rate may be too high
+        code, errors = ladder.finish(program, dict(os.environ))
+        if code:
+            raise ValueError(f"{shlex.join(program)} ended with {code}: {errors}")
         log = Path(folder, "run", "log.jsonl").read_text(encoding="utf-8")
         environment = json.loads(log.splitlines()[0])["environment"]
         run = plot.read_run(f"{folder}/run")
@@ -194,8 +201,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     add("--data-dir", default="", help="folder of token shards (default: Python's own source)")
-    add("--steps", type=int, default=1200)
-    add("--eval-tokens", type=int, default=65_536)
+    add("--steps", type=int, help="of each network (default: its own)")
+    add("--eval-tokens", type=int, default=32_768)
     add("--quick", action="store_true", help="24 steps of nano at one setting each")
     add("--resume", action="store_true", help="go on with the newest results of the corpus")
     add("--readme", nargs="+", type=Path, metavar="JSON", help="put their tables into the README")
@@ -265,7 +272,7 @@ def main() -> int:
             machine.put_into_readme("tokens", block(contents))
         for path in args.readme or ():
             show(contents[path.name], path)
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError) as error:
         print(f"tokens_to_loss.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -262,16 +262,24 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
         os._exit(code)
 
 
-def program_main(argv: list[str], folder: Path, env: dict[str, str], out: Path):
+def redirect(out: Path):
+    """What this process writes, into files of that folder."""
+    out.mkdir(exist_ok=True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(out / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        setattr(sys, name, open(number, "w", closefd=False))
+
+
+def program_main(
+    argv: list[str], folder: Path, env: dict[str, str], out: Path, script: str = train_gpt2.__file__
+):
     """What python train_gpt2.py does in folder, except that it has imported torch before."""
     os.environ.update(env)
     os.chdir(folder)
     torch.set_num_threads(1)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(out / name, os.O_WRONLY | os.O_CREAT), number)
-        setattr(sys, name, open(number, "w", closefd=False))
-    sys.argv = [train_gpt2.__file__, *argv]
-    runpy.run_path(train_gpt2.__file__, run_name="__main__")
+    redirect(out)
+    sys.argv = [script, *argv]
+    runpy.run_path(script, run_name="__main__")
 
 
 def program(argv: list[str], folder: Path, env: dict[str, str], out: Path) -> tuple[int, str, str]:

@@ -2,14 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import tokens_to_loss
-from test_ladder import copy_of_project
+from test_ladder import benchmark, copy_of_project
 
 SECONDS = {"AdamW": 1.0, "Muon": 1.5}  # of a step
 
@@ -63,11 +61,12 @@ def test_the_last_settings_are_of_the_best_rate():
     for setting in tokens_to_loss.settings("nano", args, runs):
         found.append(setting)
         is_best = (setting["rate"], setting["end"]) in ((2e-3, 0), (16e-3, 0.1))
-        runs.append(setting | {"loss": [1.0 if is_best else 2.0]})
+        runs.append(setting | {"loss": [1.0 if is_best else 2.0 + setting["rate"]]})
     for optimizer, best in (("AdamW", (2e-3, 0)), ("Muon", (16e-3, 0.1))):
         own = [s for s in found if s["optimizer"] == optimizer]
-        assert len(own) == 10 and len({(s["rate"], s["end"]) for s in own}) == 8
-        assert [(s["rate"], s["end"], s["seed"]) for s in own[8:]] == [
+        assert [s["end"] for s in own[:6]] == [0.1] * 4 + [0] * 2
+        assert len({s["rate"] for s in own[:4]}) == 4 and best[0] in {s["rate"] for s in own[4:6]}
+        assert [(s["rate"], s["end"], s["seed"]) for s in own[6:]] == [
             (*best, seed) for seed in tokens_to_loss.SEEDS[1:]
         ]
         assert all(s["flags"]["muon"] == (optimizer == "Muon") for s in own)
@@ -75,20 +74,20 @@ def test_the_last_settings_are_of_the_best_rate():
 
 @pytest.mark.slow
 def test_the_quick_run_goes_on_and_is_shown(tmp_path, data_dir):
-    project = copy_of_project(tmp_path / "project")
-    program = [sys.executable, project / "benchmarks" / "tokens_to_loss.py"]
-    quick = [*program, "--quick", "--data-dir", data_dir]
-    subprocess.run(quick, check=True, cwd=project)
+    quicker = ("benchmarks/tokens_to_loss.py", '["nano"], 24, 4096', '["nano"], 4, 512')
+    project = copy_of_project(tmp_path / "project", quicker)
+    quick = ("tokens_to_loss.py", "--quick", "--data-dir", data_dir)
+    assert benchmark(project, *quick)[0] == 0
     [path] = Path(project, "benchmarks", "results").glob("tokens-*.json")
     content = json.loads(path.read_text())
-    assert len(content["runs"]) == 6 and content["done"] == ["nano"]
+    assert len(content["runs"]) == 8 and content["done"] == ["nano"]
     content["runs"] = content["runs"][:4]
     path.write_text(json.dumps(content))
-    subprocess.run([*quick, "--resume"], check=True, cwd=project)
+    assert benchmark(project, *quick, "--resume")[0] == 0
     again = json.loads(path.read_text())
-    assert len(again["runs"]) == 6 and again["runs"][:4] == content["runs"]
-    assert again["runs"][5]["loss"] != again["runs"][4]["loss"]  # another seed
+    assert len(again["runs"]) == 8 and again["runs"][:4] == content["runs"]
+    assert again["runs"][7]["loss"] != again["runs"][6]["loss"]  # another seed
     page = project / "benchmarks" / "README.md"
     page.write_text("a\n<!-- tokens --><!-- end of tokens -->\nb\n")
-    subprocess.run([*program, "--readme", path], check=True)
+    assert benchmark(project, "tokens_to_loss.py", "--readme", path)[0] == 0
     assert "| nano |" in page.read_text() and path.with_suffix(".png").stat().st_size > 10_000
