@@ -46,6 +46,10 @@ TINY = {  # flags of a run of a second
     "save_every": 5, "warmup_steps": 2, "learning_rate": 0.01, "bf16": False, "flash": True,
     "sample_tokens": 20,
 }  # fmt: skip
+LONGEST = (  # of the slow tests
+    "test_the_whole_ladder", "test_the_soak_finds", "test_the_quick_run", "test_the_whole_124m",
+    "test_the_real_train_gpt2", "test_every_flipped_bit", "test_compile", "test_30_mb",
+)  # fmt: skip
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ... of pytest-xdist; none: alone
 NEEDS_POSIX = pytest.mark.skipif(os.name != "posix", reason="needs links, pipes and fork")
 NEEDS_GPT2 = pytest.mark.skipif(
@@ -71,8 +75,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest first, so that no worker is left alone with them."""
-    names = ("test_the_whole_ladder", "test_ladder")
-    items.sort(key=lambda item: [name not in item.nodeid for name in names])
+    items.sort(key=lambda item: [name not in item.nodeid for name in LONGEST])
 
 
 def matrix() -> dict[str, tuple[str, list[str]]]:

@@ -1256,14 +1256,14 @@ def test_torchrun_passes_a_signal_on_and_the_run_goes_on(oracle, data_dir, tmp_p
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_without_help(oracle, data_dir, tmp_path):
-    launcher = torchrun(tmp_path, data_dir, "--max-restarts=10", save_every=1, steps=400)
-    for step in (3, 150):
+    launcher = torchrun(tmp_path, data_dir, "--max-restarts=10", save_every=1, steps=160)
+    for step in (3, 60):
         wait_for(lambda step=step: has_step(tmp_path, step))
         os.kill(workers(launcher)[-1], signal.SIGKILL)
         wait_for(lambda step=step: (tmp_path / "run/log.jsonl").read_text().count('"resumed"') >
                  (step > 3))  # fmt: skip
     assert launcher.wait(600) == 0
-    assert list(records(tmp_path / "run", "loss")) == list(range(1, 401))
+    assert list(records(tmp_path / "run", "loss")) == list(range(1, 161))
 
 
 # --------------------------------------------------------------------------------------------------
