@@ -1360,10 +1360,11 @@ def test_a_crash_at_every_operation_of_preparing_costs_nothing(
 
 
 @pytest.mark.slow
-def test_the_soak_finds_nothing_lost(tmp_path):
-    """For an hour: python tests/soak.py --minutes 60."""
+def test_the_soak_finds_nothing_lost(tmp_path, monkeypatch):
+    """For an hour, and with longer runs: python tests/soak.py --minutes 60."""
     import soak
 
+    monkeypatch.setattr(soak, "STEPS", 200)
     counts = soak.soak(0.3, [2], 5, tmp_path, report=print)
     assert counts["runs"] >= 1 and counts["cycles"] > counts["runs"]
     assert not counts["runs that differ"]
