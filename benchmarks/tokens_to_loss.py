@@ -41,7 +41,7 @@ NETWORKS = {  # parameters of the blocks: 0.8M, 2.7M and 10.6M, the last as nano
     "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 300},
 }
 RATES = {"AdamW": (2e-3, 4e-3, 8e-3, 16e-3), "Muon": (4e-3, 8e-3, 16e-3, 32e-3)}
-ENDS = (0.1, 0)  # of the cosine, as a share of the peak: this for all rates, this for the best two
+ENDS = (0.1, 0)  # of the cosine, as a share of the peak: for all rates, and for the best two
 SEEDS = (1337, 1338, 1339)
 COLORS = {"AdamW": "#8fb4e8", "Muon": "#d1480f"}
 
@@ -126,7 +126,8 @@ def reached(run: dict, loss: float) -> tuple[float, float]:
 
 
 def shares(runs: list[dict], name: str) -> dict[str, list[float]]:
-    """Of each seed: Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's."""
+    """Of each seed: Muon's tokens to AdamW's last loss, as a share of AdamW's; and the seconds, of
+    the later seeds alone, whose runs came in turns."""
     found = {"tokens": [], "seconds": []}
     pairs = zip(*(best_runs(runs, name, optimizer) for optimizer in RATES), strict=True)
     for adamw, muon in pairs:
@@ -206,7 +207,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data-dir", default="", help="folder of token shards (default: Python's own source)")
     add("--steps", type=int, help="of each network (default: its own)")
     add("--eval-tokens", type=int, default=131_072)
-    add("--quick", action="store_true", help="24 steps of nano at one setting each")
+    add("--quick", action="store_true", help="24 steps of nano at one rate each")
     add("--resume", action="store_true", help="go on with the newest results of the corpus")
     add("--readme", nargs="+", type=Path, metavar="JSON", help="put their tables into the README")
     return parser
@@ -219,6 +220,9 @@ def start(args: Namespace, corpus: str) -> tuple[dict, Path | None]:
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         content = machine.load(path)
         if content["sizes"] == sizes:
+            last = content["runs"][-1]  # without its partner it comes again: both in turns
+            if last["optimizer"] == next(iter(RATES)) and last["seed"] != SEEDS[0]:
+                content["runs"].pop()
             return content, path
     return {"corpus": corpus, "sizes": sizes, "environment": {}, "done": [], "runs": []}, None
 

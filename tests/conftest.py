@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -211,6 +211,20 @@ def prepare(folder: Path, *flags) -> int:
     return prepare_data.main(["--data-dir", str(folder), *map(str, flags)])
 
 
+def each_flipped(path: Path, bits: range) -> Iterator[int]:
+    """Each of these bits, while it alone is flipped in the file."""
+    whole = path.read_bytes()
+    with open(path, "r+b", buffering=0) as file:
+        for bit in bits:
+            at = bit // 8
+            for byte in (whole[at] ^ 1 << bit % 8, whole[at]):
+                file.seek(at)
+                file.write(bytes([byte]))
+                if byte != whole[at]:
+                    yield bit
+    assert path.read_bytes() == whole
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -287,7 +301,11 @@ def program_main(
 
 def program(argv: list[str], folder: Path, env: dict[str, str], out: Path) -> tuple[int, str, str]:
     """The exit code of train_gpt2.py, its output and its errors, by way of the folder out."""
-    process = server().Process(target=program_main, args=(argv, folder, env, out))
+    return ended(server().Process(target=program_main, args=(argv, folder, env, out)), out)
+
+
+def ended(process, out: Path) -> tuple[int, str, str]:
+    """The exit code of a process whose output is redirected to out, its output and its errors."""
     process.start()
     process.join()
     return process.exitcode, (out / "stdout").read_text(), (out / "stderr").read_text()

@@ -16,7 +16,7 @@ from pathlib import Path
 import ladder
 import machine
 import pytest
-from conftest import program_main, redirect, server
+from conftest import ended, program_main, redirect, server
 
 import train_gpt2
 
@@ -43,11 +43,7 @@ def copy_of_project(folder: Path, *edits: tuple[str, str, str]) -> Path:
         for path in (REPO / name).glob("*.py"):
             shutil.copy(path, folder / name)
     at_once = ("benchmarks/ladder.py", "IDLE_WITHIN_S = 5", "IDLE_WITHIN_S = 0")
-    small = (
-        "support/device.py",
-        'device.type == "cuda" else 1024',
-        'device.type == "cuda" else 64',
-    )
+    small = ("support/device.py", "else 1024", "else 64")
     for name, old, new in (at_once, small, *edits):
         text = (folder / name).read_text(encoding="utf-8")
         assert old in text
@@ -70,10 +66,9 @@ def benchmark_main(script: Path, argv: list[str], out: Path):
         if Path(program[1]).name != "train_gpt2.py":
             return plain(program, env)
         line = (program[2:], script.parent.parent, env, out / "run", str(program[1]))
-        run = get_context("fork").Process(target=program_main, args=line)
-        run.start()
-        run.join()
-        return run.exitcode, (out / "run" / "stderr").read_text()
+        fork = get_context("fork" if os.name == "posix" else "spawn")
+        code, _, errors = ended(fork.Process(target=program_main, args=line), out / "run")
+        return code, errors
 
     copy.finish = finish
     os.chdir(script.parent.parent)
@@ -85,10 +80,8 @@ def benchmark_main(script: Path, argv: list[str], out: Path):
 def benchmark(project: Path, name: str, *argv) -> tuple[int, str, str]:
     """A benchmark's exit code, output and errors."""
     script, out = project / "benchmarks" / name, project / "said"
-    run = server().Process(target=benchmark_main, args=(script, [*map(str, argv)], out))
-    run.start()
-    run.join()
-    return run.exitcode, (out / "stdout").read_text(), (out / "stderr").read_text()
+    arguments = (script, [*map(str, argv)], out)
+    return ended(server().Process(target=benchmark_main, args=arguments), out)
 
 
 def line(data_dir: Path, *flags: str) -> list:

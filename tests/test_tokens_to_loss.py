@@ -73,6 +73,18 @@ def test_the_last_settings_are_of_the_best_rate():
         assert all(s["flags"]["muon"] == (optimizer == "Muon") for s in own)
 
 
+def test_half_a_pair_of_runs_comes_again(tmp_path, monkeypatch):
+    """Their seconds are compared, which a machine's speed may change in between."""
+    monkeypatch.setattr(tokens_to_loss.machine, "RESULTS", tmp_path)
+    sizes = {"corpus": "words", "steps": None, "eval_tokens": 1}
+    runs = results()["runs"][:6]  # of three seeds, AdamW before Muon
+    for num_runs, kept in ((1, 1), (2, 2), (3, 2), (4, 4), (5, 4)):
+        content = results() | {"sizes": sizes, "runs": runs[:num_runs]}
+        (tmp_path / "tokens-words.json").write_text(json.dumps(content))
+        found, _ = tokens_to_loss.start(Namespace(steps=None, eval_tokens=1, resume=True), "words")
+        assert found["runs"] == runs[:kept]
+
+
 @pytest.mark.slow
 def test_the_quick_run_goes_on_and_is_shown(tmp_path, data_dir):
     quicker = ("benchmarks/tokens_to_loss.py", '["nano"], 24, 4096', '["nano"], 4, 512')
