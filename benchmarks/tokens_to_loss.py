@@ -9,17 +9,18 @@
 
 Each optimizer is at its best: four peak learning rates are tried with a cosine that ends at a tenth
 of them, then the best two with one that ends at zero. What has the lowest last validation loss of
-these six is run with two more seeds. Each run is train_gpt2.py in a process of its own, whose log
-is read. Where Muon's curve falls below the last loss of AdamW with the same seed is found between
-two validations on a straight line. Seconds are those of the steps alone, and compared only between
-runs that came one after the other: those of the later seeds.
+these six is run with two more seeds, and with each seed once more by Muon for 0.45 of the steps,
+with warm-up and cosine as long: who needs fewer steps plans for fewer. Each run is train_gpt2.py in
+a process of its own, whose log is read. Where one of Muon's two curves first falls below the last
+loss of AdamW with the same seed is found between two validations on a straight line. Seconds are
+those of the steps alone, and compared only between runs that came one after the other: those of the
+later seeds.
 
 Writes results/tokens-<device>-<date>-<corpus>.json after each run, and at the end a picture.
 --readme puts the table of such files into benchmarks/README.md, and draws their pictures anew.
 """
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -36,45 +37,52 @@ import machine
 import plot
 
 NETWORKS = {  # parameters of the blocks: 0.8M, 2.7M and 10.6M, the last as nanoGPT's smallest
-    "nano": {"steps": 1200},
-    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 600},  # fewer, for the time it takes
-    "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 300},
-}
+    "nano": {"steps": 1200, "eval-tokens": 131_072},
+    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 600, "eval-tokens": 65_536},
+    "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 300, "eval-tokens": 32_768},
+}  # the larger, the fewer, for the time it takes
 RATES = {"AdamW": (2e-3, 4e-3, 8e-3, 16e-3), "Muon": (4e-3, 8e-3, 16e-3, 32e-3)}
 ENDS = (0.1, 0)  # of the cosine, as a share of the peak: for all rates, and for the best two
 SEEDS = (1337, 1338, 1339)
-COLORS = {"AdamW": "#8fb4e8", "Muon": "#d1480f"}
+SHORT = 0.45  # of the steps, in Muon's second run of a seed
+COLORS = {"AdamW": "#8fb4e8", "Muon": "#d1480f", f"Muon, {SHORT} of the tokens": "#eba47f"}
 
 
 def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
     """What to run for a network, one after the other: which ones come last depends on runs, those
     so far."""
-    steps = args.steps or NETWORKS[name]["steps"]
-    size = NETWORKS[name] | {"steps": steps, "warmup-steps": steps // 24}
-    size |= {"eval-every": max(1, steps // 20), "eval-tokens": args.eval_tokens}
-    size |= {"data-dir": args.data_dir} if args.data_dir else {}
     for optimizer, rates in RATES.items():
         for rate in rates[: 1 if args.quick else None]:
-            yield setting(name, optimizer, SEEDS[0], size, rate, ENDS[0])
+            yield setting(name, args, optimizer, SEEDS[0], rate, ENDS[0])
         tried = [r for r in runs_of(runs, name, optimizer, SEEDS[0]) if r["end"] == ENDS[0]]
         for run in sorted(tried, key=last_loss)[:2]:
-            yield setting(name, optimizer, SEEDS[0], size, run["rate"], ENDS[1])
-    for seed, optimizer in itertools.product(SEEDS[1:], RATES):
-        best = min(runs_of(runs, name, optimizer, SEEDS[0]), key=last_loss)
-        yield setting(name, optimizer, seed, size, best["rate"], best["end"])
+            yield setting(name, args, optimizer, SEEDS[0], run["rate"], ENDS[1])
+    for seed in SEEDS:
+        for optimizer, length in (("AdamW", 1), ("Muon", 1), ("Muon", SHORT)):
+            best = min(runs_of(runs, name, optimizer, SEEDS[0]), key=last_loss)
+            yield setting(name, args, optimizer, seed, best["rate"], best["end"], length)
 
 
-def setting(name: str, optimizer: str, seed: int, size: dict, rate: float, end: float) -> dict:
-    flags = size | {"seed": seed, "learning-rate": rate, "decay-to": end}
-    flags["muon"] = optimizer == "Muon"
+def setting(
+    name: str, args: Namespace, optimizer: str, seed: int, rate: float, end: float, length=1.0
+) -> dict:
     own = {"network": name, "optimizer": optimizer, "seed": seed, "rate": rate, "end": end}
-    return own | {"flags": flags}
+    steps = round(length * (args.steps or NETWORKS[name]["steps"]))
+    flags = NETWORKS[name] | {"steps": steps, "warmup-steps": steps // 24, "seed": seed}
+    flags |= {"learning-rate": rate, "decay-to": end, "muon": optimizer == "Muon"}
+    flags |= {"eval-every": max(1, steps // 20)}
+    flags |= {"eval-tokens": args.eval_tokens} if args.eval_tokens else {}
+    flags |= {"data-dir": args.data_dir} if args.data_dir else {}
+    return own | {"length": length, "flags": flags}
 
 
-def runs_of(runs: list[dict], name: str, optimizer: str, seed: int) -> list[dict]:
-    """The finished runs of a network with an optimizer and a seed."""
-    wanted = (name, optimizer, seed)
-    return [r for r in runs if (r["network"], r["optimizer"], r["seed"]) == wanted]
+def runs_of(
+    runs: list[dict], name: str, optimizer: str, seed: int, length: float = 1
+) -> list[dict]:
+    """The finished runs of a network with an optimizer, a seed and a length."""
+    wanted = (name, optimizer, seed, length)
+    keys = ("network", "optimizer", "seed", "length")
+    return [run for run in runs if tuple(run[key] for key in keys) == wanted]
 
 
 def last_loss(run: dict) -> float:
@@ -113,11 +121,18 @@ def best_runs(runs: list[dict], name: str, optimizer: str) -> list[dict]:
     return [best, *others]
 
 
+def shown(runs: list[dict], name: str) -> dict[str, list[dict]]:
+    """What table and picture show, each with a run for each seed."""
+    short = [run for seed in SEEDS for run in runs_of(runs, name, "Muon", seed, SHORT)]
+    full = (best_runs(runs, name, optimizer) for optimizer in RATES)
+    return dict(zip(COLORS, (*full, short), strict=True))
+
+
 def reached(run: dict, loss: float) -> tuple[float, float]:
-    """The step and the seconds at which a run falls to a loss; nan if it never does."""
+    """The step and the seconds at which a run falls to a loss; infinite if it never does."""
     losses = run["loss"]
     if not (below := [i for i, value in enumerate(losses) if value <= loss]):
-        return math.nan, math.nan
+        return math.inf, math.inf
     b = below[0]
     a = max(0, b - 1)
     share = (losses[a] - loss) / (losses[a] - losses[b]) if b else 0.0
@@ -129,9 +144,8 @@ def shares(runs: list[dict], name: str) -> dict[str, list[float]]:
     """Of each seed: Muon's tokens to AdamW's last loss, as a share of AdamW's; and the seconds, of
     the later seeds alone, whose runs came in turns."""
     found = {"tokens": [], "seconds": []}
-    pairs = zip(*(best_runs(runs, name, optimizer) for optimizer in RATES), strict=True)
-    for adamw, muon in pairs:
-        step, seconds = reached(muon, last_loss(adamw))
+    for adamw, *muon in zip(*shown(runs, name).values(), strict=True):
+        step, seconds = min(reached(run, last_loss(adamw)) for run in muon)
         found["tokens"].append(step / adamw["step"][-1])
         if adamw["seed"] != SEEDS[0]:
             found["seconds"].append(seconds / adamw["seconds"][-1])
@@ -149,18 +163,17 @@ def rows(content: dict) -> list[dict]:
     for name in dict.fromkeys(run["network"] for run in content["runs"]):
         if name not in content["done"]:
             continue
-        found, ends, rates = shares(content["runs"], name), {}, {}
+        found = shares(content["runs"], name)
+        runs = shown(content["runs"], name)
+        tokens = runs["AdamW"][0]["step"][-1] * runs["AdamW"][0]["tokens_per_step"]
+        unit = "bits_per_byte" if runs["AdamW"][0].get("bits_per_byte") else "loss"
+        row = {"network": f"{name}, {tokens / 1e6:.1f}M tokens, {unit.replace('_', ' ')}"}
+        row |= {kind: f"{mean(run[unit][-1] for run in own):.3f}" for kind, own in runs.items()}
+        row |= {"its tokens": spread(found["tokens"]), "its time": spread(found["seconds"])}
         for optimizer in RATES:
-            runs = best_runs(content["runs"], name, optimizer)
-            unit = "bits_per_byte" if runs[0].get("bits_per_byte") else "loss"
-            ends[f"{optimizer}, {unit.replace('_', ' ')}"] = (
-                f"{mean(r[unit][-1] for r in runs):.3f}"
-            )
-            rates[optimizer] = f"{runs[0]['rate']:g} to {runs[0]['rate'] * runs[0]['end']:g}"
-        tokens = runs[0]["step"][-1] * runs[0]["tokens_per_step"]
-        table.append({"network": name, "tokens": f"{tokens / 1e6:.1f}M"} | ends
-                     | {"its tokens": spread(found["tokens"]), "its time": spread(found["seconds"])}
-                     | {f"{o}'s rate": rate for o, rate in rates.items()})  # fmt: skip
+            best = runs[optimizer][0]
+            row[f"{optimizer}'s rate"] = f"{best['rate']:g} to {best['rate'] * best['end']:g}"
+        table.append(row)
     return table
 
 
@@ -183,12 +196,12 @@ def draw(content: dict, path: Path):
     figure = Figure(figsize=(9, 3.4 * len(names)), layout="constrained")
     grid = figure.subplots(len(names), 2, squeeze=False, sharey="row")
     for name, (left, right) in zip(names, grid, strict=True):
-        for optimizer, color in COLORS.items():
-            for number, run in enumerate(best_runs(content["runs"], name, optimizer)):
+        for kind, runs in shown(content["runs"], name).items():
+            for number, run in enumerate(runs):
                 tokens = [step * run["tokens_per_step"] / 1e6 for step in run["step"]]
-                label = "" if number else f"{optimizer}: {last_loss(run):.3f}"
-                left.plot(tokens, run["loss"], color=color, linewidth=1.4, label=label)
-                right.plot(run["seconds"], run["loss"], color=color, linewidth=1.4)
+                label = "" if number else f"{kind}: {last_loss(run):.3f}"
+                left.plot(tokens, run["loss"], color=COLORS[kind], linewidth=1.4, label=label)
+                right.plot(run["seconds"], run["loss"], color=COLORS[kind], linewidth=1.4)
         left.set(xlabel="million tokens", ylabel="validation loss", title=name)
         right.set(xlabel="seconds of steps", title=content["corpus"])
         ends = [last_loss(run) for run in content["runs"] if run["network"] == name]
@@ -206,7 +219,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     add("--data-dir", default="", help="folder of token shards (default: Python's own source)")
     add("--steps", type=int, help="of each network (default: its own)")
-    add("--eval-tokens", type=int, default=131_072)
+    add("--eval-tokens", type=int, help="of each validation (default: each network's own)")
     add("--quick", action="store_true", help="24 steps of nano at one rate each")
     add("--resume", action="store_true", help="go on with the newest results of the corpus")
     add("--readme", nargs="+", type=Path, metavar="JSON", help="put their tables into the README")
@@ -220,9 +233,10 @@ def start(args: Namespace, corpus: str) -> tuple[dict, Path | None]:
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         content = machine.load(path)
         if content["sizes"] == sizes:
-            last = content["runs"][-1]  # without its partner it comes again: both in turns
-            if last["optimizer"] == next(iter(RATES)) and last["seed"] != SEEDS[0]:
-                content["runs"].pop()
+            runs, last = content["runs"], content["runs"][-1]
+            turn = [r for r in runs if all(r[key] == last[key] for key in ("network", "seed"))]
+            if last["seed"] != SEEDS[0] and len(turn) < 3:  # all three come again, in turns
+                content["runs"] = runs[: -len(turn)]
             return content, path
     return {"corpus": corpus, "sizes": sizes, "environment": {}, "done": [], "runs": []}, None
 
@@ -251,7 +265,9 @@ def measure(args: Namespace, corpus: str):
             )
             machine.save(path, content)
             ends = f"{run['rate']:g} to {run['rate'] * run['end']:g}"
-            told = f"{name}, {run['optimizer']}, seed {run['seed']}, {ends}"
+            told = (
+                f"{name}, {run['optimizer']}, seed {run['seed']}, {ends}, {run['step'][-1]} steps"
+            )
             print(f"{told}: {last_loss(run):.4f}, {run['seconds'][-1]:.0f} s", flush=True)
         content["done"] = [*dict.fromkeys([*content["done"], name])]
         machine.save(path, content)

@@ -12,73 +12,87 @@ from test_ladder import benchmark, copy_of_project
 SECONDS = {"AdamW": 1.0, "Muon": 1.5}  # of a step
 
 
-def made(name: str, optimizer: str, losses: dict[int, float], seed: int = 1337, rate=4e-3) -> dict:
-    """A run with these losses by step."""
-    own = {"network": name, "optimizer": optimizer, "seed": seed, "rate": rate, "end": 0.1}
+def made(optimizer: str, losses: dict[int, float], seed=1337, rate=4e-3, length=1) -> dict:
+    """A run of nano with these losses by step."""
+    own = {"network": "nano", "optimizer": optimizer, "seed": seed, "rate": rate, "end": 0.1}
+    own["length"] = length
     seconds = [SECONDS[optimizer] * step for step in losses]
     curve = {"step": [*losses], "loss": [*losses.values()], "seconds": seconds}
     return own | curve | {"tokens_per_step": 2048}
 
 
 def test_a_loss_is_reached_between_two_validations():
-    run = made("nano", "AdamW", {0: 6.0, 10: 4.0, 20: 2.0, 30: 3.0})
+    run = made("AdamW", {0: 6.0, 10: 4.0, 20: 2.0, 30: 3.0})
     assert tokens_to_loss.reached(run, 3.5) == (12.5, 12.5)
     assert tokens_to_loss.reached(run, 2.0) == (20, 20) and tokens_to_loss.reached(run, 7) == (0, 0)
-    assert all(map(math.isnan, tokens_to_loss.reached(run, 1.0)))
+    assert tokens_to_loss.reached(run, 1.0) == (math.inf, math.inf)
 
 
 def results() -> dict:
-    """AdamW ends at 2.0 after 20 steps; Muon is there after 10, which last as long as 15."""
+    """AdamW ends at 2.0 after 20 steps; Muon is there after 10, which last as long as 15, or, where
+    it plans for fewer, after 8."""
     runs = []
     for seed in tokens_to_loss.SEEDS:
-        runs.append(made("nano", "AdamW", {0: 6.0, 20: 2.0}, seed))
-        runs.append(made("nano", "Muon", {0: 6.0, 10: 2.0, 20: 1.0}, seed))
-    runs.append(made("nano", "AdamW", {0: 6.0, 20: 2.5}, rate=8e-3))
-    runs.append(made("nano", "Muon", {0: 6.0, 20: 1.5}, rate=8e-3))
+        runs.append(made("AdamW", {0: 6.0, 20: 2.0}, seed))
+        runs.append(made("Muon", {0: 6.0, 10: 2.0, 20: 1.0}, seed))
+        runs.append(made("Muon", {0: 6.0, 8: 2.0, 9: 1.5}, seed, length=tokens_to_loss.SHORT))
+    runs.append(made("AdamW", {0: 6.0, 20: 2.5}, rate=8e-3))
+    runs.append(made("Muon", {0: 6.0, 20: 1.5}, rate=8e-3))
     env = {"device_name": "a CPU", "cores": 2, "torch": "2.13.0"}
     return {"corpus": "words", "environment": env, "done": ["nano"], "runs": runs}
 
 
 def test_shares_are_of_the_best_settings_seed_by_seed():
     found = tokens_to_loss.shares(results()["runs"], "nano")
+    assert found == {"tokens": [0.4] * 3, "seconds": [0.6] * 2}
+    for run in (runs := results()["runs"]):
+        if run["length"] < 1:
+            run["loss"] = [6.0, 3.0, 2.5]  # never there
+    found = tokens_to_loss.shares(runs, "nano")
     assert found == {"tokens": [0.5] * 3, "seconds": [0.75] * 2}
 
 
 def test_the_table_has_a_row_for_each_network_that_is_done():
     [row] = tokens_to_loss.rows(results())
-    assert len(row) <= 8 and row["tokens"] == "0.0M" and row["its tokens"] == "0.50 (0.50, 0.50)"
-    assert row["AdamW, loss"] == "2.000" and row["Muon, loss"] == "1.000"
+    assert len(row) <= 8 and row["network"] == "nano, 0.0M tokens, loss"
+    assert row["its tokens"] == "0.40 (0.40, 0.40)"
+    assert [row["AdamW"], row["Muon"], row["Muon, 0.45 of the tokens"]] == [
+        "2.000",
+        "1.000",
+        "1.500",
+    ]
     for run in (content := results())["runs"]:
         run["bits_per_byte"] = [2 * loss for loss in run["loss"]]
     [row] = tokens_to_loss.rows(content)
-    assert row["AdamW, bits per byte"] == "4.000" and row["Muon, bits per byte"] == "2.000"
+    assert row["AdamW"] == "4.000" and row["network"] == "nano, 0.0M tokens, bits per byte"
     assert tokens_to_loss.rows(results() | {"done": []}) == []
 
 
 def test_the_last_settings_are_of_the_best_rate():
-    args, runs = Namespace(steps=48, eval_tokens=1, data_dir="", quick=False), []
-    found = []
+    args, runs = Namespace(steps=100, eval_tokens=1, data_dir="", quick=False), []
     for setting in tokens_to_loss.settings("nano", args, runs):
-        found.append(setting)
         is_best = (setting["rate"], setting["end"]) in ((2e-3, 0), (32e-3, 0.1))
         runs.append(setting | {"loss": [1.0 if is_best else 2.0 + setting["rate"]]})
-    assert [s["optimizer"] for s in found[-4:]] == ["AdamW", "Muon"] * 2  # in turns
     for optimizer, best in (("AdamW", (2e-3, 0)), ("Muon", (32e-3, 0.1))):
-        own = [s for s in found if s["optimizer"] == optimizer]
-        assert [s["end"] for s in own[:6]] == [0.1] * 4 + [0] * 2
-        assert len({s["rate"] for s in own[:4]}) == 4 and best[0] in {s["rate"] for s in own[4:6]}
-        assert [(s["rate"], s["end"], s["seed"]) for s in own[6:]] == [
-            (*best, seed) for seed in tokens_to_loss.SEEDS[1:]
-        ]
-        assert all(s["flags"]["muon"] == (optimizer == "Muon") for s in own)
+        search = [run for run in runs[:12] if run["optimizer"] == optimizer]
+        assert [run["end"] for run in search] == [0.1] * 4 + [0] * 2
+        assert len({run["rate"] for run in search[:4]}) == 4
+        assert best[0] in {run["rate"] for run in search[4:]}
+        assert {(r["rate"], r["end"]) for r in runs[12:] if r["optimizer"] == optimizer} == {best}
+    seeds = [seed for seed in tokens_to_loss.SEEDS for _ in range(3)]
+    assert [run["seed"] for run in runs[12:]] == seeds
+    turn = [("AdamW", 100, 4), ("Muon", 100, 4), ("Muon", 45, 1)]
+    flags = [(run["optimizer"], run["flags"]) for run in runs[12:]]
+    assert [(name, own["steps"], own["warmup-steps"]) for name, own in flags] == turn * 3
+    assert all(own["muon"] == (name == "Muon") for name, own in flags)
 
 
-def test_half_a_pair_of_runs_comes_again(tmp_path, monkeypatch):
+def test_part_of_a_turn_comes_again(tmp_path, monkeypatch):
     """Their seconds are compared, which a machine's speed may change in between."""
     monkeypatch.setattr(tokens_to_loss.machine, "RESULTS", tmp_path)
     sizes = {"corpus": "words", "steps": None, "eval_tokens": 1}
-    runs = results()["runs"][:6]  # of three seeds, AdamW before Muon
-    for num_runs, kept in ((1, 1), (2, 2), (3, 2), (4, 4), (5, 4)):
+    runs = results()["runs"][:9]  # of three seeds, each AdamW, Muon and Muon for fewer steps
+    for num_runs, kept in ((1, 1), (3, 3), (4, 3), (5, 3), (6, 6), (8, 6), (9, 9)):
         content = results() | {"sizes": sizes, "runs": runs[:num_runs]}
         (tmp_path / "tokens-words.json").write_text(json.dumps(content))
         found, _ = tokens_to_loss.start(Namespace(steps=None, eval_tokens=1, resume=True), "words")
@@ -93,13 +107,13 @@ def test_the_quick_run_goes_on_and_is_shown(tmp_path, data_dir):
     assert benchmark(project, *quick)[0] == 0
     [path] = Path(project, "benchmarks", "results").glob("tokens-*.json")
     content = json.loads(path.read_text())
-    assert len(content["runs"]) == 8 and content["done"] == ["nano"]
+    assert len(content["runs"]) == 11 and content["done"] == ["nano"]
     content["runs"] = content["runs"][:4]
     path.write_text(json.dumps(content))
     assert benchmark(project, *quick, "--resume")[0] == 0
     again = json.loads(path.read_text())
-    assert len(again["runs"]) == 8 and again["runs"][:4] == content["runs"]
-    assert again["runs"][7]["loss"] != again["runs"][6]["loss"]  # another seed
+    assert len(again["runs"]) == 11 and again["runs"][:4] == content["runs"]
+    assert again["runs"][9]["loss"] != again["runs"][6]["loss"]  # another seed
     page = project / "benchmarks" / "README.md"
     page.write_text("a\n<!-- tokens --><!-- end of tokens -->\nb\n")
     assert benchmark(project, "tokens_to_loss.py", "--readme", path)[0] == 0
