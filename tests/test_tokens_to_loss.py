@@ -117,4 +117,4 @@ def test_the_quick_run_goes_on_and_is_shown(tmp_path, data_dir):
     page = project / "benchmarks" / "README.md"
     page.write_text("a\n<!-- tokens --><!-- end of tokens -->\nb\n")
     assert benchmark(project, "tokens_to_loss.py", "--readme", path)[0] == 0
-    assert "| nano |" in page.read_text() and path.with_suffix(".png").stat().st_size > 10_000
+    assert "| nano, " in page.read_text() and path.with_suffix(".png").stat().st_size > 10_000
