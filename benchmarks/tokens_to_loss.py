@@ -38,8 +38,8 @@ import plot
 
 NETWORKS = {  # parameters of the blocks: 0.8M, 2.7M and 10.6M, the last as nanoGPT's smallest
     "nano": {"steps": 1200, "eval-tokens": 131_072},
-    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 600, "eval-tokens": 65_536},
-    "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 300, "eval-tokens": 32_768},
+    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 400, "eval-tokens": 32_768},
+    "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 200, "eval-tokens": 16_384},
 }  # the larger, the fewer, for the time it takes
 RATES = {"AdamW": (2e-3, 4e-3, 8e-3, 16e-3), "Muon": (4e-3, 8e-3, 16e-3, 32e-3)}
 ENDS = (0.1, 0)  # of the cosine, as a share of the peak: for all rates, and for the best two
@@ -188,8 +188,8 @@ def block(contents: dict[str, dict]) -> str:
 
 
 def draw(content: dict, path: Path):
-    """Validation losses of the best settings against tokens and against seconds, a row for each
-    network."""
+    """Validation losses of the best settings against tokens and, of the seeds that ran in turns,
+    against seconds; a row for each network."""
     from matplotlib.figure import Figure
 
     names = content["done"]
@@ -197,19 +197,22 @@ def draw(content: dict, path: Path):
     grid = figure.subplots(len(names), 2, squeeze=False, sharey="row")
     for name, (left, right) in zip(names, grid, strict=True):
         for kind, runs in shown(content["runs"], name).items():
-            for number, run in enumerate(runs):
+            how = {"color": COLORS[kind], "linewidth": 1.4}
+            for run in runs:
                 tokens = [step * run["tokens_per_step"] / 1e6 for step in run["step"]]
-                label = "" if number else f"{kind}: {last_loss(run):.3f}"
-                left.plot(tokens, run["loss"], color=COLORS[kind], linewidth=1.4, label=label)
-                right.plot(run["seconds"], run["loss"], color=COLORS[kind], linewidth=1.4)
-        left.set(xlabel="million tokens", ylabel="validation loss", title=name)
-        right.set(xlabel="seconds of steps", title=content["corpus"])
+                left.plot(tokens, run["loss"], **how)
+                if run["seed"] != SEEDS[0]:
+                    right.plot(run["seconds"], run["loss"], **how)
+        left.set(xlabel="million tokens", ylabel="validation loss")
+        left.set_title(f"{name}, {content['corpus']}", fontsize=13, loc="left")
+        right.set(xlabel="seconds of steps")
         ends = [last_loss(run) for run in content["runs"] if run["network"] == name]
         left.set_ylim(0.95 * min(ends), 2.2 * min(ends))
-        left.legend(fontsize=11)
         for axes in (left, right):
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
+    lines = [figure.axes[0].plot([], color=color, label=kind)[0] for kind, color in COLORS.items()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
     figure.savefig(path, dpi=110)
 
 
