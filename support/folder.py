@@ -153,10 +153,14 @@ class Saver:
         """Write saved. OSError if it can't be written, or if the one before could not, which does
         not keep this one from it."""
         failed = self.saving and self.saving.exception()  # waits for it
-        content = copied(saved, self.copies) if self.in_background else saved
+        content, waits = saved, wait or not self.in_background
+        try:
+            content = copied(saved, self.copies) if self.in_background else saved
+        except RuntimeError:  # no memory for copies, or it fails again in write
+            self.copies, waits = {}, True
         self.saving = self.writer.submit(self.write, content)
         self.told = failed
-        if wait or failed or not self.in_background:
+        if waits or failed:
             self.told = self.saving.exception() or failed  # waits
         if self.told:
             raise self.told
@@ -185,6 +189,6 @@ def copied(saved, copies: dict):
     if not isinstance(saved, Tensor):
         return saved
     key = saved.data_ptr(), saved.shape, saved.dtype
-    if key not in copies:  # pinned: a GPU writes there itself
-        copies[key] = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
+    if key not in copies:  # not pinned: PyTorch would round each up to a power of two
+        copies[key] = torch.empty_like(saved, device="cpu")
     return copies[key].copy_(saved)

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import flags, state_of
 
 import train_gpt2
 from support.checkpoint import checkpoints, save_checkpoint
+from support.folder import Saver
 
 
 def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
@@ -47,3 +49,17 @@ def test_a_folder_that_another_run_wrote_to_meanwhile_is_not_taken(tmp_path):
     with pytest.raises(OSError, match="has a new checkpoint meanwhile: repeat"):
         train_gpt2.folder.take(tmp_path, 2, 0, seen=[])
     train_gpt2.folder.take(tmp_path, 2, 0, seen=checkpoints(tmp_path)).close()
+
+
+def test_a_save_that_finds_no_memory_for_a_copy_is_written_at_once(tmp_path, monkeypatch):
+    """The computer's memory may have gone to others since the save before."""
+
+    def no_copy(saved, copies):
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 18 GB"
+        )
+
+    monkeypatch.setattr(train_gpt2.folder, "copied", no_copy)
+    with Saver(tmp_path, 2, torch.device("cuda"), lambda *_, **__: None, print) as saver:
+        saver.save(state_of(5), wait=False)
+        assert checkpoints(tmp_path)  # before it trains on
