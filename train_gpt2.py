@@ -541,10 +541,10 @@ def log_start(run: Run, given: set[str], off: dict[str, str]):
     epochs = config.steps * config.batch_tokens / (len(loader) * config.seq_len)
     chosen = [f.name for f in fields(config) if f.name not in given and flags[f.name] != f.default]
     record = {"environment": run.environment, "flags": flags, "chosen": chosen, "off": off}
-    record |= dict(epochs=epochs, unused_tokens=unused, matmul_tflops=run.progress.matmul_tflops)
+    record |= dict(epochs=epochs, unused_tokens=unused, matmul_tflops=run.progress.matmul_tflops,
+                   tokenizer=run.data.tokenizer)  # fmt: skip
     sizes = [(len(g), model.num_elements(g)) for g in (*model.decay_groups(), model.matrices())]
-    data = f"{len(loader):,} sequences of {config.seq_len} {run.data.tokenizer} tokens"
-    run.log(log.start_text(record, sizes, data), **record)
+    run.log(log.start_text(record, sizes, len(loader)), **record)
 
 
 def log_resume(run: Run, saved: dict):

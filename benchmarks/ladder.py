@@ -55,7 +55,11 @@ BEYOND = {  # the lecture: what each changes
     "recompute": {"recompute": True},
     "fp16": {"bf16": False, "fp16": True},
     "muon": {"muon": True},
+    "zero": {"zero": True},
+    "ranks-muon": {"muon": True},
+    "zero-muon": {"zero": True, "muon": True},
 }
+AMONG_RANKS = ("zero", "ranks-muon", "zero-muon")
 PRECISIONS = ("tf32", "bf16", "fp16")  # these change the numbers; Muon does after the first update
 NAMES = {
     "base": "float32, everything off", "tf32": "TF32", "bf16": "BF16 autocast",
@@ -63,7 +67,8 @@ NAMES = {
     "fused": "fused AdamW", "accumulation": "accumulation", "all": "everything on",
     "bf16-residual": "BF16 residual stream", "fp16": "FP16 instead of BF16",
     "loss-chunk-tokens": "loss in chunks", "recompute": "recompute blocks",
-    "muon": "Muon for the matrices",
+    "muon": "Muon for the matrices", "zero": "--zero among them",
+    "ranks-muon": "Muon among them", "zero-muon": "--zero and Muon among them",
 }  # fmt: skip
 # Largest relative differences from the base's losses and gradient norms. In float32 only the order
 # of additions differs: 4e-7 was seen. bfloat16 moved 124M by 2e-3 and 3e-2, and one sequence of 256
@@ -180,7 +185,7 @@ def read_log(path: Path) -> dict:
         "environment": first["environment"],
         "start_s": ready["time"] - first["time"],  # compiling, two passes and a small validation
         "peak_mib": max(step["peak_mib"] or 0 for step in steps),
-        "mfu": median(step["mfu"] for step in steps[LEFT_OUT:]),
+        "matmul_share": median(step["matmul_share"] for step in steps[LEFT_OUT:]),
         **{name: [step[name] for step in steps] for name in ("ms", "loss", "grad_norm")},
     }
 
@@ -219,7 +224,9 @@ def processor_ticks() -> tuple[int, int]:
 
 def rung_names(args: Namespace) -> list[str]:
     ranks = [f"{n} ranks" for n in args.ranks]
-    names = [n for n in (*SPEED_UPS, *BEYOND, "accumulation", *ranks) if n not in args.skip]
+    names = [*SPEED_UPS, *(n for n in BEYOND if n not in AMONG_RANKS), "accumulation", *ranks]
+    names += AMONG_RANKS if ranks else ()
+    names = [n for n in names if n not in args.skip]
     return ["base", *(n for n in names if not args.only or n in args.only)]
 
 
@@ -475,7 +482,7 @@ def measured_cells(rung: dict, factors: dict[str, float]) -> dict:
         "ms": f"{1000 * rung['flags']['batch-tokens'] / speed(rung):,.1f}",
         "tokens/s": f"{speed(rung):,.0f}",
         **{column: f"{value:.2f}" for column, value in factors.items()},
-        "MFU": f"{mean(run['mfu'] for run in runs):.0%}",
+        "of matmul": f"{mean(run['matmul_share'] for run in runs):.0%}",
         "MiB": f"{max(run['peak_mib'] for run in runs):,.0f}",
         "difference": small(rung["difference"]["loss"]) if "difference" in rung else "",
     }

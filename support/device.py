@@ -18,6 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
+PEAKS = {  # TFLOP/s; a name may go on, as in A100-SXM4-80GB, where there is no $
+    "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362,
+    "L4$": 121, "V100": 125, "T4$": 65, "RTX 4090$": 165, "RTX 4060 Ti$": 44, "RTX 3090$": 71,
+}  # fmt: skip
+
 
 def bf16_kinds(device: torch.device, cpuinfo: Path) -> set[str]:
     """How a CPU multiplies bfloat16 itself, as Linux names it (avx512_bf16, amx_bf16, or bf16 of an
@@ -151,14 +156,23 @@ def step_memory(model: nn.Module, share: int) -> list[torch.Tensor]:
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """TFLOP/s of square matrix products on this device, measured for a quarter of a second."""
-    n = 8192 if device.type == "cuda" else 1024
+    n = {"cuda": 8192, "mps": 4096}.get(device.type, 1024)
+    per_wait = 1 if device.type == "cpu" else 20  # a GPU would be idle at each
     a = torch.randn(n, n, device=device, dtype=dtype)
     (a @ a)[0, 0].item()
     start = time.perf_counter()
-    for products in count(1):
-        (a @ a)[0, 0].item()  # waits for the device
+    for products in count(per_wait, per_wait):
+        for _ in range(per_wait):
+            product = a @ a
+        product[0, 0].item()  # waits for the device
         if (seconds := time.perf_counter() - start) > 0.25:
             return products * 2 * n**3 / seconds / 1e12
+
+
+def peak_tflops(name: str) -> float | None:
+    """What NVIDIA's data sheet says of a GPU of that name: TFLOP/s in products of 16-bit numbers
+    with float32 sums, without sparsity; None for those that are not listed."""
+    return next((peak for known, peak in PEAKS.items() if re.search(rf"\b({known})", name)), None)
 
 
 def peak_memory_mib(device: torch.device) -> float | None:

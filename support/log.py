@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.autograd import DeviceType
 
-from support.device import peak_memory_mib
-from support.files import whole_file
+from support.device import device_name, peak_memory_mib, peak_tflops
+from support.files import vocab_cure, whole_file
 
 
 def make_log(out_dir: Path, is_main: bool, board) -> Callable:
@@ -87,21 +87,25 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda m: ascii(m[0])[1:-1], text)
 
 
-def start_text(record: dict, sizes: list[tuple[int, int]], data: str) -> str:
+def start_text(record: dict, sizes: list[tuple[int, int]], num_sequences: int) -> str:
     """The first record in words. sizes are tensors and their numbers: with weight decay, without,
-    and of the blocks' matrices; data says how many tokens there are."""
+    and of the blocks' matrices."""
     (a, num_a), (b, num_b), (c, num_c) = sizes
     env, flags = record["environment"], record["flags"]
     muon = f"Muon on {c} matrices of the blocks with {num_c:,}; else " if flags["muon"] else ""
     spelled = {name: "--" + name.replace("_", "-") for name in flags}
+    is_own = flags["model"] == "nano" or flags["data_dir"] or flags["init_from"]
+    lacks_vocab = record["tokenizer"] == "bytes" and not is_own
     return "\n".join([
         f"{flags['model']}: {num_a + num_b:,} parameters; weight decay on {a} tensors with"
         f" {num_a:,}, none on {b} with {num_b:,}; {muon}AdamW"
         f" {'fused' if flags['fused'] else 'plain'}",
         f"{env['ranks']} x {env['device_name'] or env['device']}, torch {env['torch']}:"
         f" {record['matmul_tflops']:.3g} TFLOP/s in matrix products",
-        f"{data}: {record['epochs']:.2f} epochs in {flags['steps']:,} steps,"
+        f"{num_sequences:,} sequences of {flags['seq_len']} {record['tokenizer']} tokens:"
+        f" {record['epochs']:.2f} epochs in {flags['steps']:,} steps,"
         f" {record['unused_tokens']:,} tokens unused",
+        *[f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}"] * lacks_vocab,
         "chosen: " + " ".join(f"{spelled[name]}={flags[name]}" for name in record["chosen"]),
         *(f"off: {spelled[name]} {why}" for name, why in record["off"].items()),
     ])  # fmt: skip
@@ -135,6 +139,7 @@ class Progress:
                  flops: float, matmul_tflops: float, trace_in: Path | None):  # fmt: skip
         self.log, self.device, self.steps, self.trace_in = log, device, steps, trace_in
         self.batch_tokens, self.flops, self.matmul_tflops = batch_tokens, flops, matmul_tflops
+        self.peak_tflops = peak_tflops(device_name(device))
         self.seconds, self.losses = [], []
 
     def step(
@@ -143,17 +148,20 @@ class Progress:
         self.seconds.append(seconds)
         tokens_per_s = self.batch_tokens / seconds
         tflops = tokens_per_s * self.flops / 1e12
-        mfu = tflops / self.matmul_tflops
+        shares = {"matmul_share": tflops / self.matmul_tflops}
+        shares |= {"mfu": tflops / self.peak_tflops} if self.peak_tflops else {}
+        words = f"{shares['matmul_share']:.0%} of matmul"
+        words += f", {shares['mfu']:.0%} MFU" if self.peak_tflops else ""
         left = timedelta(seconds=int(np.mean(self.seconds[-100:]) * (self.steps - step)))
         notice = notice or spike(self.losses, loss)
         self.losses += [loss] * math.isfinite(loss + norm)
         self.log(
             f"step {step}/{self.steps} | loss {loss:.4f} | lr {learning_rate:.2e} |"
             f" norm {norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s |"
-            f" {mfu:.0%} MFU | {left} left{' | ' * bool(notice)}{notice}",
+            f" {words} | {left} left{' | ' * bool(notice)}{notice}",
             step=step, loss=loss if math.isfinite(loss) else None,
             grad_norm=norm if math.isfinite(norm) else None, learning_rate=learning_rate,
-            ms=1000 * seconds, mfu=mfu, tokens_per_s=tokens_per_s, tflops=tflops,
+            ms=1000 * seconds, **shares, tokens_per_s=tokens_per_s, tflops=tflops,
             peak_mib=peak_memory_mib(self.device), **({"notice": notice} if notice else {}),
         )  # fmt: skip
 
