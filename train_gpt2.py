@@ -232,7 +232,7 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> Optimizer:
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": config.fused}  # 6
+    options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": config.fused or None}  # 6
     if config.muon:
         options |= {"matrices": model.matrices(), "bf16": config.bf16}
     kind = partial(SharedOptimizer, world) if config.zero and world.size > 1 else Optimizer
@@ -289,7 +289,7 @@ def train_step(
     if not math.isfinite(loss + norm):
         notice = state.leave_out(loss, norm, bad, num_micro, config.skip_nonfinite)
     state.step += 1
-    return StepResult(loss, norm, stop > 0, notice)
+    return StepResult(loss, norm, stop > 0 or (world.size == 1 and asked()), notice)
 
 
 def apply_gradients(state: TrainState, config: TrainConfig, is_finite: Tensor):
@@ -408,7 +408,7 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
             return None
     initial = source.weights(shape) if source and not saved else None
     off = device.why_off(asdict(config), given, world.device)
-    config = replace(config, out_dir=str(out_dir), **dict.fromkeys(off, False))
+    config = replace(config, out_dir=str(out_dir), **device.chosen(off, given, world.device))
     lock, size = [], 12 * shape.num_params  # weights and two moments, float32
     world.from_main(lambda: lock.append(folder.take(out_dir, config.keep, size, seen)))
     world.note("compiling and warming up")
@@ -604,7 +604,8 @@ def use_weights(config: TrainConfig, source: Source, world: World) -> int:
         asked = replace(config, seq_len=T, model=source.flags.get("model", "gpt2"))
         data = world.from_main(lambda: open_data(asked, source))[0]
         examples = open_examples(config.hellaswag, source.shape.vocab_size, data.tokenizer)
-        loader = ShardLoader(data.val, max(1, 4096 // T), T, world.rank, world.size)
+        B = device.eval_sequences(T, world.device)
+        loader = ShardLoader(data.val, B, T, world.rank, world.size)
         how = loader, config.eval_tokens, data.tokenizer, examples, world
         words = evaluate.report(model, *how, partial(autocast, config, world.device))
         tell(f"{source.path}, {words}")
@@ -629,7 +630,7 @@ def run_program(argv: list[str], signals: guard.Signals) -> int:
     config, given, source = parse_args(argv, world.device.type)
     torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
     watchdog = guard.Watchdog(config.timeout_s, world.rank, world.size, torchrun)
-    with watchdog, ranks.process_group(world):
+    with watchdog, ranks.process_group(world, config.timeout_s):
         world = replace(world, note=watchdog.note)
         if config.eval_only or config.sample_only or config.export:
             return use_weights(*as_saved(config, given, source, world), world)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def why_not_compile(device: torch.device) -> str:
     try:
         torch.compile(lambda x: nn.functional.gelu(x).sum(), dynamic=False)(x).backward()
     except Exception as error:  # Dynamo, Inductor, Triton or a C++ compiler, each in its own way
-        cure = "triton (triton-windows)" if device.type == "cuda" else "a C++ compiler (g++)"
+        cure = "a C++ compiler (g++)"
+        if device.type == "cuda":  # Triton compiles its launchers with them
+            cure = "gcc and python3-dev" if find_spec("triton") else "triton (triton-windows)"
         return f"fails here ({type(error).__name__}: {error!s:.200}): install {cure}"
     return ""
 
@@ -46,13 +49,18 @@ def why_off(flags: dict, given: set[str], device: torch.device) -> dict[str, str
     """The speed-ups that this device does without, and why; ValueError if those given on the
     command line ask for one that can't be had."""
     why, cuda, is_nano = {}, device.type == "cuda", flags["model"] == "nano"
-    kinds = bf16_kinds(device, Path("/proc/cpuinfo"))
-    if not cuda or torch.cuda.get_device_capability(device) < (8, 0):
-        why["tf32"] = f"needs an NVIDIA GPU of 2020 or later, this is {device}"
+    kinds, is_old = bf16_kinds(device, Path("/proc/cpuinfo")), is_before_2020(device)
+    if not cuda or is_old:
+        name = device_name(device) if cuda else device
+        why["tf32"] = f"needs an NVIDIA GPU of 2020 or later, this is {name}"
         if "tf32" in given and flags["tf32"]:
             raise ValueError(f"--tf32 {why['tf32']}: leave it out")
-        if not kinds or (is_nano and "amx_bf16" not in kinds):
-            why["bf16"] = "gains nothing where the hardware lacks it, nor without AMX for nano"
+    if is_old:
+        why["bf16"] = f"is emulated by an NVIDIA GPU from before 2020, {name}: --fp16 instead"
+        if "bf16" in given and flags["bf16"]:
+            raise ValueError(f"--bf16 {why['bf16']}")
+    elif not cuda and (not kinds or (is_nano and "amx_bf16" not in kinds)):
+        why["bf16"] = "gains nothing where the hardware lacks it, nor without AMX for nano"
     bf16 = flags["bf16"] and ("bf16" in given or "bf16" not in why)
     # ms per layer for 1,024 tokens of 124M, plain and flash: T 256 8, 16; 512 15, 21; 1024 29, 26
     if bf16 and "amx_bf16" in kinds and flags["seq_len"] <= 512:
@@ -65,6 +73,12 @@ def why_off(flags: dict, given: set[str], device: torch.device) -> dict[str, str
             raise ValueError(f"--compile {cause}; or leave it out")
         why["compile"] = cause
     return {name: text for name, text in why.items() if name not in given}
+
+
+def chosen(off: dict[str, str], given: set[str], device: torch.device) -> dict[str, bool]:
+    """What becomes of the flags where these are off: a GPU without bfloat16 takes float16."""
+    has_fp16_instead = device.type == "cuda" and "bf16" in off and not {"bf16", "fp16"} & given
+    return dict.fromkeys(off, False) | ({"fp16": True} if has_fp16_instead else {})
 
 
 def set_environment():
@@ -101,6 +115,27 @@ def set_allocator(keep: bool):
         mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, bytes: each larger tensor gets one
 
 
+def check_gpu(device: torch.device):
+    """ValueError if the installed torch has no kernels for this GPU: those of a compute capability
+    run on later ones of the same major number, and what it has as PTX on any later one."""
+    if device.type != "cuda" or torch.version.hip or not (known := torch.cuda.get_arch_list()):
+        return
+    own = torch.cuda.get_device_capability(device)
+    for kind, number in re.findall(r"(sm|compute)_(\d+)", " ".join(known)):
+        made_for = divmod(int(number), 10)
+        if made_for <= own and (kind == "compute" or made_for[0] == own[0]):
+            return
+    name = f"{device_name(device)} (compute capability {own[0]}.{own[1]})"
+    why = f"torch {torch.__version__} has no kernels for {name}, only for {' '.join(known)}"
+    cure = "install one for an older CUDA (pytorch.org), or set CUDA_VISIBLE_DEVICES= for the CPU"
+    raise ValueError(f"{why}: {cure}")
+
+
+def is_before_2020(device: torch.device) -> bool:
+    """Whether this is an NVIDIA GPU without TF32 and bfloat16, such as a T4 or a V100."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def free_memory():
     gc.collect()
     if torch.cuda.is_available():
@@ -113,10 +148,36 @@ def has_memory(attempt: Callable) -> bool:
     try:
         attempt()
         return True
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         return False
     finally:
         free_memory()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was lacking, the device's or the computer's. PyTorch has a class for a part of
+    it; the rest is told by its allocators for CPUs and Macs, by cuBLAS, CUDA and NCCL."""
+    words = "out of memory|ALLOC_FAILED|t allocate memory|not enough memory"
+    is_told = isinstance(error, RuntimeError) and re.search(words, str(error), re.IGNORECASE)
+    return bool(is_told) or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def limit_memory(device: torch.device):
+    """Let PyTorch take no more of a GPU's memory than is free now. Where Windows manages it, under
+    WSL too, what is more comes out of the computer's, at a tenth of the speed and without an
+    error."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        most = (torch.cuda.memory_reserved(device) + free) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most), device)
+
+
+def eval_sequences(seq_len: int, device: torch.device) -> int:
+    """How many sequences a pass has that needs no gradients: 32 on a GPU, else up to 4,096
+    tokens."""
+    return 32 if device.type == "cuda" else max(1, 4096 // seq_len)
 
 
 def most_sequences(sequences: int, seq_len: int, device: torch.device) -> int:
@@ -132,6 +193,7 @@ def fitting(
     """What make makes, a model and what it was sped up to, and the largest of B, B / 2, ...
     sequences for which both fit; OutOfMemoryError if not even one does. A GPU is asked with the
     plain model first, which takes no compiling."""
+    limit_memory(device)
     model, net = make()
     while device.type == "cuda" and B > 1 and not fits(model, model, B):
         B //= 2

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-import torch
-
+from support.device import is_out_of_memory
 from support.files import DISK_ERRORS
 
 
@@ -62,10 +61,11 @@ def stop_signals(is_main: bool) -> Iterator[Signals]:
 class Watchdog(threading.Thread):
     """Ends the process with exit code 5 when nothing has happened for timeout_s, and says where.
     Among several ranks already GRACE_S after a signal, which a rank that waits for another one
-    can't act on, and when torchrun has died, whose ranks would go on for ever. Seconds are counted,
-    not read from a clock, so that a process that was stopped and continued is not late."""
+    can't act on, or after twice the longest silence of a step so far; and when torchrun has died,
+    whose ranks would go on for ever. Seconds are counted, not read from a clock, so that a process
+    that was stopped and continued is not late."""
 
-    GRACE_S = 20  # torchrun's is 30
+    GRACE_S = 20  # torchrun's is 30, unless it has a --shutdown-timeout
 
     def __init__(self, timeout_s: int, rank: int, num_ranks: int, torchrun: int | None):
         super().__init__(daemon=True)
@@ -74,9 +74,15 @@ class Watchdog(threading.Thread):
         self.signals, self.wakeup = socket.socketpair()
         self.signals.setblocking(False)
         self.wakeup.setblocking(False)
-        self.note("the start")
+        self.phase, self.idle_s, self.longest_s = "the start", 0, 0
+
+    @property
+    def grace_s(self) -> float:
+        return min(self.timeout_s, max(self.GRACE_S, 2 * self.longest_s))
 
     def note(self, phase: str):
+        if self.phase.startswith("micro-step"):
+            self.longest_s = max(self.longest_s, self.idle_s)
         self.phase, self.idle_s = phase, 0
 
     def __enter__(self):
@@ -97,7 +103,7 @@ class Watchdog(threading.Thread):
             self.idle_s += 1
             with suppress(BlockingIOError):
                 if self.signals.recv(1) and self.num_ranks > 1:
-                    limit_s, why, self.idle_s = self.GRACE_S, "after a signal", 0
+                    limit_s, why, self.idle_s = self.grace_s, "after a signal", 0
             if self.idle_s > (self.timeout_s if self.phase.startswith("a save") else limit_s):
                 self.end(f"no progress for {self.idle_s} s {why} in {self.phase}")
             if self.torchrun and os.getppid() != self.torchrun:
@@ -132,11 +138,15 @@ def explained(error: BaseException) -> tuple[int, str]:
     if isinstance(error, OSError | ValueError):
         is_disk = getattr(error, "errno", None) in DISK_ERRORS
         return getattr(error, "exit_code", 6 if is_disk else 2), f"error: {error}"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "t allocate memory" in str(error):
+    if is_out_of_memory(error):
         cure = "lower --micro-batch-size, or add --recompute"
         return 2, f"error: a step does not fit the memory: {cure}: {error}"
     if isinstance(error, RuntimeError) and re.search("gloo|NCCL|peer", str(error)):
         return 5, f"error: lost another rank: {error!s:.300}"
+    if isinstance(error, RuntimeError) and "NVIDIA driver" in str(error):
+        why = str(error).partition(". ")[0]  # what follows are addresses
+        cure = "update it, or install a torch for an older CUDA (pytorch.org)"
+        return 2, f"error: {why}: {cure}, or set CUDA_VISIBLE_DEVICES= for the CPU"
     raise error
 
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from support.device import check_gpu
 from support.guard import fail
 
 
@@ -129,7 +131,7 @@ def find_world(env: dict[str, str], num_gpus: int) -> World:
     return World(rank, size, torch.device("cuda", local_rank))
 
 
-def meet(backend: str):
+def meet(backend: str, timeout: timedelta):
     """Connect the ranks; ValueError if they can't find each other. torchrun keeps its store when it
     restarts them, and in it the addresses of those that died: hence the prefix."""
     try:
@@ -141,19 +143,24 @@ def meet(backend: str):
                 raise SystemExit(fail(5, "error: torchrun has died", True)) from None
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        who = {"rank": rank, "world_size": size, "timeout": timeout}
+        dist.init_process_group(backend, store=store, **who)
     except (dist.DistError, ValueError) as error:
         where = " ".join(f"{n}={os.environ.get(n)}" for n in ("MASTER_ADDR", "MASTER_PORT"))
         raise ValueError(f"the ranks can't meet at {where}: {error!s:.200}") from error
 
 
 @contextmanager
-def process_group(world: World) -> Iterator[None]:
-    """Inside, the ranks can talk to each other."""
+def process_group(world: World, timeout_s: int) -> Iterator[None]:
+    """Inside, the ranks can talk to each other. ValueError if this one's GPU can't be used. NCCL
+    ends a process that waits for ten minutes, and gloo after thirty, unless they are told to wait
+    longer than the watchdog, which says in what."""
     if world.device.type == "cuda":
+        check_gpu(world.device)
         torch.cuda.set_device(world.device)
     if world.size > 1:
-        meet("nccl" if world.device.type == "cuda" else "gloo")
+        patience = timedelta(seconds=timeout_s + 60) if timeout_s else timedelta(days=365)
+        meet("nccl" if world.device.type == "cuda" else "gloo", patience)
     try:
         yield
     finally:

@@ -16,14 +16,15 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU, also beside a GPU
+os.environ.setdefault("GPUS_OF_TESTS", os.environ.get("CUDA_VISIBLE_DEVICES", ""))  # test_cuda.py
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all others are of the CPU, also beside a GPU
 os.environ["OMP_NUM_THREADS"] = "1"  # several run at once
 
 import numpy as np
@@ -211,7 +212,7 @@ def prepare(folder: Path, *flags) -> int:
     return prepare_data.main(["--data-dir", str(folder), *map(str, flags)])
 
 
-def each_flipped(path: Path, bits: range) -> Iterator[int]:
+def each_flipped(path: Path, bits: Sequence[int]) -> Iterator[int]:
     """Each of these bits, while it alone is flipped in the file."""
     whole = path.read_bytes()
     with open(path, "r+b", buffering=0) as file:

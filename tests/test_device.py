@@ -14,6 +14,7 @@ import torch
 import train_gpt2
 from support import device
 from support.device import cpu_name
+from support.guard import explained
 from train_gpt2 import parse_args
 
 ROOT = Path(train_gpt2.__file__).parent
@@ -141,3 +142,139 @@ print(open("/proc/self/smaps_rollup").read())
 def test_compiled_code_has_tanh_of_exponentials():
     program = "import torch._inductor.config as c; print(c.cpp.use_decompose_tanh)"
     assert after_a_start(program) == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 5.4 GB)"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
+        (RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_a_lack_of_memory_is_known_in_all_its_words(error, is_it):
+    assert device.is_out_of_memory(error) == is_it
+
+    def attempt():
+        raise error
+
+    if is_it:
+        assert not device.has_memory(attempt)
+        code, why = explained(error)
+        assert code == 2 and "lower --micro-batch-size, or add --recompute" in why
+    else:
+        with pytest.raises(type(error)):
+            device.has_memory(attempt)
+
+
+def on_a_card(monkeypatch, capability: tuple[int, int], **more) -> torch.device:
+    """What torch.cuda says of a GPU of this compute capability."""
+    stand_ins = {
+        "get_device_capability": lambda _: capability,
+        "get_device_name": lambda _: "a card",
+    }
+    for name, function in (stand_ins | more).items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("known", "capability", "is_usable"),
+    [
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (7, 0), False),  # a V100 and CUDA 13
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (7, 5), True),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (8, 9), True),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (12, 1), True),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (13, 0), True),  # its PTX
+        ("sm_80 sm_86 sm_90a", (10, 0), False),
+        ("sm_80 sm_86 compute_90", (10, 0), True),
+        ("", (7, 0), True),
+    ],
+)
+def test_a_card_without_kernels_is_refused_with_the_cure(monkeypatch, known, capability, is_usable):
+    card = on_a_card(monkeypatch, capability, get_arch_list=known.split)
+    if is_usable:
+        return device.check_gpu(card)
+    with pytest.raises(ValueError, match="has no kernels for a card .* for an older CUDA"):
+        device.check_gpu(card)
+
+
+def test_a_driver_that_is_too_old_is_one_line():
+    said = (
+        "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU"
+        " driver by downloading and installing a new version from the URL: http://..."
+    )
+    code, why = explained(RuntimeError(said))
+    assert code == 2 and why.endswith("or set CUDA_VISIBLE_DEVICES= for the CPU")
+    assert "(found version 11040): update it, or install" in why and "http" not in why
+
+
+def test_a_card_from_before_2020_takes_float16(monkeypatch):
+    card = on_a_card(monkeypatch, (7, 5))
+    monkeypatch.setattr(device, "why_not_compile", lambda _: "")
+
+    def choices(*line: str) -> dict[str, bool]:
+        config, given, _ = parse_args([*line], "cuda")
+        return device.chosen(device.why_off(asdict(config), given, card), given, card)
+
+    assert choices() == {"tf32": False, "bf16": False, "fp16": True}
+    assert choices("--fp16") == {"tf32": False, "bf16": False}
+    assert choices("--no-fp16") == {"tf32": False, "bf16": False}
+    assert choices("--no-bf16") == {"tf32": False}
+    with pytest.raises(ValueError, match="--bf16 is emulated .* 2020, a card: --fp16 instead"):
+        choices("--bf16")
+    with pytest.raises(ValueError, match="--tf32 needs .* this is a card: leave it out"):
+        choices("--tf32")
+    on_a_card(monkeypatch, (8, 0))
+    assert choices() == {}
+
+
+def test_a_trial_takes_no_more_than_is_free(monkeypatch):
+    """Windows would lend the rest."""
+    found = []
+    on_a_card(monkeypatch, (8, 9), mem_get_info=lambda _: (6 << 30, 8 << 30),
+              memory_reserved=lambda _: 1 << 30,
+              set_per_process_memory_fraction=lambda *args: found.append(args))  # fmt: skip
+    device.limit_memory(torch.device("cuda", 0))
+    device.limit_memory(torch.device("cpu"))
+    assert found == [(7 / 8, torch.device("cuda", 0))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_triton", "cure"),
+    [
+        ("cpu", False, "C++ compiler"),
+        ("cuda", True, "gcc and python3-dev"),
+        ("cuda", False, "triton"),
+    ],
+)
+def test_compile_that_fails_names_what_is_missing(monkeypatch, kind, has_triton, cure):
+    def fails(*args, **kwargs):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(torch, "randn", lambda *args, **kwargs: None)
+    monkeypatch.setattr(device, "find_spec", lambda name: has_triton)
+    assert cure in device.why_not_compile(torch.device(kind)).partition("install ")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165), ("Tesla T4", 65),
+        ("NVIDIA GeForce RTX 4060 Ti", 44), ("NVIDIA GeForce RTX 4060", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA T400", None), ("AMD EPYC", None),
+    ],
+)  # fmt: skip
+def test_a_known_card_has_a_peak(name, peak):
+    assert device.peak_tflops(name) == peak

@@ -1,4 +1,4 @@
-"""Tests ../support/guard.py: the one line of an error."""
+"""Tests ../support/guard.py: the one line of an error, and the grace after a signal."""
 
 import contextlib
 import sys
@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import train_gpt2
+from support.guard import Watchdog
 
 
 def test_a_terminal_obeys_no_text(capsys, monkeypatch):
@@ -30,3 +31,17 @@ def test_an_exit_code_needs_no_reader(tmp_path):
         patch.undo()
         with contextlib.suppress(OSError):
             full.close()
+
+
+def test_the_grace_after_a_signal_is_longer_than_a_step():
+    """A rank may wait for its GPU in it; what comes before the first step may take longer."""
+    watchdog = Watchdog(timeout_s=900, rank=0, num_ranks=2, torchrun=None)
+    for phase, idle_s, grace_s in (("compiling", 300, 20), ("micro-step 4 of step 1", 8, 20),
+                                   ("micro-step 4 of step 2", 25, 50), ("a save", 99, 50),
+                                   ("micro-step 4 of step 3", 700, 900)):  # fmt: skip
+        watchdog.note(phase)
+        watchdog.idle_s = idle_s
+        watchdog.note("validation")
+        assert watchdog.grace_s == grace_s
+    watchdog.signals.close()
+    watchdog.wakeup.close()

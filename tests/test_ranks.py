@@ -2,6 +2,7 @@
 
 import gc
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from test_flags import HOSTILE, refused
 from test_train_gpt2 import large_scale
 
 import train_gpt2
+from support import ranks
 from support.checkpoint import read_checkpoint
-from support.ranks import find_world
+from support.ranks import World, find_world
 
 
 def test_zero_saves_before_and_after_its_first_update(data_dir, tmp_path):
@@ -124,3 +126,34 @@ def test_no_rank_is_a_traceback(name, tmp_path, monkeypatch, capsys):
     for num_gpus in (0, 1):
         with pytest.raises(ValueError, match="LOCAL_RANK|WORLD_SIZE is"):
             find_world({**plain, "LOCAL_RANK": "1" if num_gpus else "1e30"}, num_gpus)
+
+
+@pytest.mark.parametrize(("timeout_s", "seconds"), [(900, 960), (0, 365 * 86400)])
+def test_the_watchdog_speaks_before_the_group_of_ranks_does(monkeypatch, timeout_s, seconds):
+    """NCCL's own limit is ten minutes, the watchdog's fifteen."""
+    found = []
+    monkeypatch.setattr(ranks, "meet", lambda backend, timeout: found.append(timeout))
+    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: None)
+    with ranks.process_group(World(0, 2, torch.device("cpu")), timeout_s):
+        assert found == [timedelta(seconds=seconds)]
+
+
+def count_messages(rank: int):
+    broadcast, counts = ranks.dist.broadcast, []
+
+    def count(tensor, *args, **kwargs):
+        counts.append(tensor.numel())
+        Path(f"messages{rank}").write_text(json.dumps(counts))
+        return broadcast(tensor, *args, **kwargs)
+
+    ranks.dist.broadcast = count
+
+
+def test_zero_sends_each_ranks_part_in_one_piece(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", zero=True, save_every=0, steps=4)
+    code, _, err = train(line, tmp_path, 2, inject=count_messages)
+    assert code == 0, err
+    saved = read_checkpoint(tmp_path / "run" / "checkpoint_000004.pt")
+    size = sum(t.numel() for name, t in saved["model"].items() if name != "lm_head.weight")
+    counts = json.loads((tmp_path / "messages0").read_text())
+    assert [counts[i] + counts[i + 1] for i in (0, 2, 4, 6)] == [size] * 4
