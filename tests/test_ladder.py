@@ -43,7 +43,7 @@ def copy_of_project(folder: Path, *edits: tuple[str, str, str]) -> Path:
         for path in (REPO / name).glob("*.py"):
             shutil.copy(path, folder / name)
     at_once = ("benchmarks/ladder.py", "IDLE_WITHIN_S = 5", "IDLE_WITHIN_S = 0")
-    small = ("support/device.py", "else 1024", "else 64")
+    small = ("support/device.py", "device.type, 1024)", "device.type, 64)")
     for name, old, new in (at_once, small, *edits):
         text = (folder / name).read_text(encoding="utf-8")
         assert old in text

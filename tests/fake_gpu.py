@@ -1,0 +1,197 @@
+"""train_gpt2.py on a GPU that can't compute, for a machine that has none.
+
+    FAKE_GPU=fake_gpu.so python tests/fake_gpu.py GIB MAJOR.MINOR FLAG ...   # or mps for a Mac's
+
+FakeTensorMode runs every operation on shapes and types alone, and what a GPU would say is found
+beside it: tensors on two devices in one operation are an error, a wait of the processor for the GPU
+is counted with the line that waits, and the memory of all storages is added up, with an
+OutOfMemoryError where a card of GIB would have one. The last line printed is what was found, as
+JSON. What can't be seen here: kernels, speed, NCCL, Triton, cuBLAS's workspaces (32 MiB), gaps
+between allocations, CUDA's random numbers.
+
+The whole program runs, but for what reads or writes a tensor's numbers: what is saved is not
+written, and what --resume reads is read before the tensors are faked.
+"""
+
+# ruff: noqa: E402
+
+import ctypes
+import importlib.util
+import json
+import linecache
+import os
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+TORCH = Path(importlib.util.find_spec("torch").origin).parent  # found, not imported: it would ask
+for library in (TORCH / "lib" / "libtorch_cpu.so", os.environ["FAKE_GPU"]):  # for a GPU at once
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+import train_gpt2
+from support import folder
+
+aten = torch.ops.aten
+
+
+class Device(TorchDispatchMode):
+    """What a GPU of so many bytes would say to the operations inside; kind is cuda or mps."""
+
+    def __init__(self, kind: str, size: float):
+        super().__init__()
+        self.kind, self.size, self.now, self.peak, self.at_peak = kind, size, 0, 0, ""
+        self.waits, self.operations = Counter(), Counter()
+        self.storages = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kinds = {x.device.type for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+        if func is aten._local_scalar_dense.default:  # item, int, float and bool of a tensor
+            self.wait(args[0])
+            return True if args[0].dtype == torch.bool else float(args[0].device.type == "cpu")
+        is_copy = func.overloadpacket in (aten.copy_, aten._to_copy)
+        # a processor's scalar may stand in a pointwise operation: it is passed to the kernel
+        if len(kinds) > 1 and not is_copy and torch.Tag.pointwise not in func.tags:
+            raise RuntimeError(f"{func} of tensors on {kinds}")
+        out = func(*args, **(kwargs or {}))
+        if is_copy and out.device.type == "cpu":
+            self.wait(args[1] if func.overloadpacket is aten.copy_ else args[0])
+        self.operations[func.overloadpacket.__name__] += self.kind in kinds
+        for x in tree_iter(out):
+            if isinstance(x, Tensor) and x.device.type == self.kind:
+                self.hold(x, f"{func} {tuple(x.shape)}")
+                if self.kind == "mps" and x.dtype in (torch.float64, torch.complex128):
+                    raise TypeError(f"{func}: MPS has no {x.dtype}")
+        return out
+
+    def hold(self, x: Tensor, what: str):
+        storage = x.untyped_storage()
+        if storage in self.storages:
+            return
+        size = self.storages[storage] = storage.nbytes()
+        if self.now + size > self.size:
+            raise torch.OutOfMemoryError(f"CUDA out of memory, for {what}")
+        self.now += size
+        weakref.finalize(storage, self.free, size)
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, what
+
+    def free(self, size: int):
+        self.now -= size
+
+    def wait(self, x: Tensor):
+        """Count a wait for x, by the innermost line of train_gpt2.py or its rooms."""
+        frame = sys._getframe()
+        while frame and (Path(frame.f_code.co_filename).parent not in (ROOT, ROOT / "support")):
+            frame = frame.f_back
+        if x.device.type == self.kind and frame:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            self.waits[f"{frame.f_code.co_name}: {line.strip()}"] += 1
+
+    def tolist(self, x: FakeTensor) -> list:
+        self.wait(x)
+        return np.zeros(x.shape).tolist()
+
+
+class Generator(torch.Generator):
+    """Of random numbers, on any device: fake tensors take none."""
+
+    def __new__(cls, device="cpu"):
+        made = super().__new__(cls)
+        made.asked_for = torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self.asked_for
+
+
+def fused_attention(q, k, v, dropout_p=0.0, is_causal=False):
+    """What a GPU takes for scaled_dot_product_attention: CUDA's kernels hold no weights."""
+    if q.device.type == "mps":
+        return aten._scaled_dot_product_attention_math(q, k, v, None, dropout_p, is_causal)[0]
+    if q.dtype == torch.float32:
+        args = q, k, v, None, torch.is_grad_enabled(), dropout_p, is_causal
+        return aten._scaled_dot_product_efficient_attention(*args)[0]
+    return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+
+
+@contextmanager
+def fake_gpu(gib: float, capability: str) -> Iterator[Device]:
+    """Inside, all tensors are fake, and there is a GPU of so many GiB: of NVIDIA's with a compute
+    capability, or mps."""
+    kind = "mps" if capability == "mps" else "cuda"
+    device, newest = Device(kind, gib * 2**30), train_gpt2.newest_checkpoint
+    major, minor = map(int, capability.split(".")) if kind == "cuda" else (0, 0)
+
+    def read(*args):
+        with _disable_current_modes():
+            return newest(*args)
+
+    class Model(train_gpt2.GPT):
+        """Made where it is to be, since fake parameters can't move."""
+
+        def __init__(self, *args, **kwargs):
+            with torch.device(kind):
+                super().__init__(*args, **kwargs)
+
+        def to(self, where: torch.device):
+            return self
+
+    def not_written(out_dir: Path, saved: dict, keep: int) -> Path:
+        return out_dir / f"checkpoint_{saved['step']:06d}.pt"
+
+    stand_ins = {
+        (torch.cuda, "device_count"): lambda: int(kind == "cuda"),
+        (torch.backends.mps, "is_available"): lambda: kind == "mps",
+        (torch.cuda, "set_device"): lambda device: None,
+        (torch.cuda, "get_device_capability"): lambda device=None: (major, minor),
+        (torch.cuda, "get_device_name"): lambda device=None: "a GPU that can't compute",
+        (torch.cuda, "get_arch_list"): lambda: ["sm_75", "sm_80", "sm_90", "compute_120"],
+        (torch.cuda, "max_memory_allocated"): lambda _=None: device.peak,
+        (torch.cuda, "memory_reserved"): lambda _=None: device.now,
+        (torch.cuda, "mem_get_info"): lambda _=None: (device.size - device.now, device.size),
+        (torch.cuda, "set_per_process_memory_fraction"): lambda *_: None,
+        (torch.cuda.amp.common, "amp_definitely_not_available"): lambda: False,
+        (torch.cuda, "is_bf16_supported"): lambda including_emulation=True: True,
+        (FakeTensor, "tolist"): lambda x: device.tolist(x),
+        (torch, "Generator"): Generator,
+        (F, "scaled_dot_product_attention"): fused_attention,
+        (train_gpt2, "GPT"): Model,
+        (train_gpt2, "newest_checkpoint"): read,
+        (folder, "save_checkpoint"): not_written,
+    }
+    with ExitStack() as stack:
+        for (place, name), stand_in in stand_ins.items():
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(device)
+        yield device
+
+
+def main(gib: str, capability: str, *flags: str) -> int:
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as a name
+    with fake_gpu(float(gib), capability) as device:
+        code = train_gpt2.main(["--no-compile", *flags])
+    found = {"code": code, "waits": device.waits, "operations": device.operations,
+             "peak_mib": device.peak / 2**20, "at_peak": device.at_peak}  # fmt: skip
+    print(json.dumps(found))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
