@@ -1291,21 +1291,22 @@ def test_torchrun_restarts_a_killed_rank_without_help(oracle, data_dir, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", ["one after the other", *(range(n, 30, 5) for n in range(1, 6))])
+@pytest.mark.parametrize("steps", ["one after the other", *(range(n, 20, 5) for n in range(1, 6))])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_run_saved_and_resumed_after_every_step_is_the_uninterrupted_one(
     data_dir, once, tmp_path, ranks, steps
 ):
-    """30 steps over three epochs of shards of a prime length: one chain of 29 kills, and from the
+    """20 steps over three epochs of shards of a prime length: one chain of 19 kills, and from the
     checkpoint of each step to the end."""
-    line = command(data_dir, steps=30, save_every=1, keep=40)
+    size = {"steps": 20, "batch_tokens": 384}
+    line = command(data_dir, **size, save_every=1, keep=40)
 
     def make(folder: Path):
         assert train(line, folder, ranks)[0] == 0
 
-    whole = once(f"30-steps-on-{ranks}", make) / "run"
+    whole = once(f"20-steps-on-{ranks}", make) / "run"
     if steps == "one after the other":
-        for step in range(1, 30):
+        for step in range(1, 20):
             code = train(line, tmp_path, ranks, kill_after=step + 1)[0]
             assert code not in range(8)
         assert train(line, tmp_path, ranks)[0] == 0
@@ -1315,7 +1316,7 @@ def test_a_run_saved_and_resumed_after_every_step_is_the_uninterrupted_one(
         (folder / "run").mkdir(parents=True)
         name = f"checkpoint_{step:06d}.pt"
         shutil.copy(whole / name, folder / "run" / name)
-        code = train(command(data_dir, steps=30), folder, ranks)[0]
+        code = train(command(data_dir, **size), folder, ranks)[0]
         assert code == 0 and digest(folder / "run") == digest(whole)
 
 
@@ -1384,7 +1385,7 @@ def test_the_soak_finds_nothing_lost(tmp_path, monkeypatch):
     """For an hour, and with longer runs: python tests/soak.py --minutes 60."""
     import soak
 
-    monkeypatch.setattr(soak, "STEPS", 200)
+    monkeypatch.setattr(soak, "STEPS", 120)
     counts = soak.soak(0.3, [2], 5, tmp_path, report=print)
     assert counts["runs"] >= 1 and counts["cycles"] > counts["runs"]
     assert not counts["runs that differ"]
