@@ -15,7 +15,6 @@ gets its name when it is whole.
 """
 
 import hashlib
-import json
 import os
 import random
 import re
@@ -26,7 +25,6 @@ import sys
 import threading
 import time
 import zlib
-from base64 import b64decode, b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
@@ -40,10 +38,10 @@ import numpy as np
 from tqdm import tqdm
 
 import dataloader
-from dataloader import CHUNK, HEADER_BYTES, TOKEN, VOCAB_SIZES, Shard, open_shard
+from dataloader import TOKEN, VOCAB_SIZES, open_shard
 from support import corpus, inputs
-from support.corpus import MANIFEST
-from support.files import DISK_ERRORS, fetch, locked, own_file, sha256_of, vocab_cure, whole_file
+from support.corpus import MANIFEST, NO_TOKENS, check_shard, describe, longer, save_manifest
+from support.files import DISK_ERRORS, fetch, locked, own_file, sha256_of, vocab_cure
 from support.flags import check_flags, flag, make_parser, parse, spell
 from support.questions import write_questions
 
@@ -225,55 +223,12 @@ def in_order(todo: Iterator[Batch], tokenizer: str, workers: int) -> Iterator[tu
 # Shards
 
 
-NO_TOKENS = {"name": "", "bytes": HEADER_BYTES, "tokens": 0, "largest_id": 0, "chunk_crc32": ""}
-
-
-def longer(entry: dict, tokens: np.ndarray) -> dict:
-    """What the manifest says of a shard, once tokens stand behind those of entry."""
-    n, crcs = entry["tokens"], np.frombuffer(b64decode(entry["chunk_crc32"]), "<u4").tolist()
-    for part in np.split(tokens, range(CHUNK - n % CHUNK, len(tokens), CHUNK)):
-        begun = crcs.pop() if n % CHUNK else 0
-        crcs.append(zlib.crc32(part.data, begun))
-        n += len(part)
-    largest_id = max(entry["largest_id"], int(tokens.max()))
-    found = {"bytes": entry["bytes"] + tokens.nbytes, "tokens": n, "largest_id": largest_id}
-    return entry | found | {"chunk_crc32": b64encode(np.array(crcs, "<u4")).decode()}
-
-
-def describe(shard: Shard, num_tokens: int | None = None) -> dict:
-    """What the manifest says of a shard, or of its first num_tokens, found by reading it."""
-    entry = NO_TOKENS | {"name": shard.path.name, "bytes": shard.offset}
-    for start in range(0, end := num_tokens or shard.num_tokens, 64 * CHUNK):
-        entry = longer(entry, shard.read(start, min(64 * CHUNK, end - start)))
-    return entry
-
-
-def check_shard(folder: Path, entry: dict):
-    """OSError or ValueError unless the shard in folder is, to the byte, what entry says: its tokens
-    by their CRCs, and its header, of which a trainer reads three numbers alone."""
-    found = describe(shard := corpus.open_entry(folder, entry))  # reading checks the CRCs
-    with open(shard.path, "rb") as f:
-        own_header = f.read(HEADER_BYTES) == dataloader.shard_header(shard.num_tokens)
-    if "sha256" in entry:  # a download's
-        found["sha256"] = sha256_of(shard.path)
-    elif not own_header:
-        raise ValueError(f"{shard.path} has another header than it was written with")
-    if wrong := [f"{k} is {v}, not {entry[k]}" for k, v in found.items() if v != entry[k]]:
-        raise ValueError(", ".join(wrong))
-
-
 def read_manifest(folder: Path) -> dict:
     """What folder's manifest says; of one that has none, that nothing is there."""
     try:
         return corpus.read_manifest(folder)
     except FileNotFoundError:
         return {"train": {"shards": []}, "val": {"shards": []}}
-
-
-def save_manifest(folder: Path, content: dict):
-    content = content | {"crc32": corpus.content_crc32(content)}
-    with whole_file(folder / MANIFEST) as f:
-        f.write(json.dumps(content, indent=1).encode())
 
 
 ACCOUNT = ("documents", "bytes", "tokens", "shards")

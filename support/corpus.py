@@ -13,14 +13,24 @@ import reprlib
 import subprocess
 import sys
 import zlib
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from dataloader import CHUNK, EVAL_MAGIC, PREPARE, Shard, ShardLoader, open_shard
+from dataloader import (
+    CHUNK,
+    EVAL_MAGIC,
+    HEADER_BYTES,
+    PREPARE,
+    Shard,
+    ShardLoader,
+    open_shard,
+    shard_header,
+)
+from support.files import sha256_of, whole_file
 
 MANIFEST = "manifest.json"
 
@@ -105,6 +115,12 @@ def read_manifest(folder: Path) -> dict:
     raise ValueError(f"{path} is damaged ({why}); prepare the data again")
 
 
+def save_manifest(folder: Path, content: dict):
+    content = content | {"crc32": content_crc32(content)}
+    with whole_file(folder / MANIFEST) as f:
+        f.write(json.dumps(content, indent=1).encode())
+
+
 def open_folder(path: Path) -> TokenFolder:
     """The shards in path, each checked by its header; OSError or ValueError if one is amiss. Where
     there is a manifest, only what it names counts."""
@@ -129,6 +145,43 @@ def open_entry(path: Path, entry: dict) -> Shard:
         why = f"{entry['tokens']:,}, with {len(crcs) // 4:,} CRCs; prepare the data again"
         raise ValueError(f"{shard.path} holds {shard.num_tokens:,} tokens, {MANIFEST} says {why}")
     return replace(shard, crcs=crcs, most=entry["largest_id"])
+
+
+NO_TOKENS = {"name": "", "bytes": HEADER_BYTES, "tokens": 0, "largest_id": 0, "chunk_crc32": ""}
+
+
+def longer(entry: dict, tokens: np.ndarray) -> dict:
+    """What the manifest says of a shard, once tokens stand behind those of entry."""
+    n, crcs = entry["tokens"], np.frombuffer(b64decode(entry["chunk_crc32"]), "<u4").tolist()
+    for part in np.split(tokens, range(CHUNK - n % CHUNK, len(tokens), CHUNK)):
+        begun = crcs.pop() if n % CHUNK else 0
+        crcs.append(zlib.crc32(part.data, begun))
+        n += len(part)
+    largest_id = max(entry["largest_id"], int(tokens.max()))
+    found = {"bytes": entry["bytes"] + tokens.nbytes, "tokens": n, "largest_id": largest_id}
+    return entry | found | {"chunk_crc32": b64encode(np.array(crcs, "<u4")).decode()}
+
+
+def describe(shard: Shard, num_tokens: int | None = None) -> dict:
+    """What the manifest says of a shard, or of its first num_tokens, found by reading it."""
+    entry = NO_TOKENS | {"name": shard.path.name, "bytes": shard.offset}
+    for start in range(0, end := num_tokens or shard.num_tokens, 64 * CHUNK):
+        entry = longer(entry, shard.read(start, min(64 * CHUNK, end - start)))
+    return entry
+
+
+def check_shard(folder: Path, entry: dict):
+    """OSError or ValueError unless the shard in folder is, to the byte, what entry says: its tokens
+    by their CRCs, and its header, of which a trainer reads three numbers alone."""
+    found = describe(shard := open_entry(folder, entry))  # reading checks the CRCs
+    with open(shard.path, "rb") as f:
+        own_header = f.read(HEADER_BYTES) == shard_header(shard.num_tokens)
+    if "sha256" in entry:  # a download's
+        found["sha256"] = sha256_of(shard.path)
+    elif not own_header:
+        raise ValueError(f"{shard.path} has another header than it was written with")
+    if wrong := [f"{k} is {v}, not {entry[k]}" for k, v in found.items() if v != entry[k]]:
+        raise ValueError(", ".join(wrong))
 
 
 def find(path: Path, split: str) -> list[Shard]:

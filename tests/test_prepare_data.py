@@ -365,6 +365,7 @@ def test_killed_at_any_write_the_same_command_goes_on(
         (os, "replace"),
         (os, "fsync"),
         (prepare_data, "describe"),
+        (corpus, "describe"),
         (Path, "rename"),
     ):
         monkeypatch.setattr(module, name, counting(getattr(module, name)))
