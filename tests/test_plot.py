@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -88,27 +89,56 @@ def test_words_of_a_last_figure_and_of_an_accuracy(tmp_path):
     assert accuracy.endswith("(1.00B tokens): 0.020 behind one on it, 0.3000 at as many tokens")
 
 
-def test_only_references_on_the_same_data_are_taken_if_the_folder_tells(tmp_path):
+def test_only_references_on_the_same_data_are_taken(tmp_path):
     references = [CURVE, CURVE | {"data": "Other"}, CURVE | {"what": "hellaswag_acc", "data": "it"}]
     mine = plot.read_run(write_log(tmp_path / "a", step(1, 9.0)))
     unknown = plot.read_run(write_log(tmp_path / "b", step(1, 9.0), data_dir="somewhere"))
     assert [r["data"] for r in plot.like(mine, references)] == ["Mine", "it"]
-    assert [r["data"] for r in plot.like(unknown, references)] == ["Mine", "Other", "it"]
+    assert plot.like(unknown, references) == []
+
+
+def test_the_shards_tell_the_data_set_where_the_folder_has_another_name(tmp_path):
+    references = [CURVE | {"data": "FineWeb-Edu"}, CURVE | {"data": "FineWeb"}]
+    shards = {"edu_fineweb": ["FineWeb-Edu"], "edufineweb": ["FineWeb-Edu"], "fineweb": ["FineWeb"]}
+    for stem, data in (shards | {"mine": []}).items():
+        folder = tmp_path / stem / "fineweb"
+        folder.mkdir(parents=True)
+        (folder / f"{stem}_val_000000.bin").touch()
+        log = write_log(tmp_path / f"run-{stem}", step(1, 9.0), data_dir=str(folder))
+        assert [r["data"] for r in plot.like(plot.read_run(log), references)] == data
+
+
+@pytest.mark.parametrize("folder, data", [
+    ("data/fineweb-edu", ["FineWeb-Edu"]), ("/disk/edu_fineweb10B", ["FineWeb-Edu"]),
+    ("data/fineweb10B", ["FineWeb"]), ("data/openwebtext", ["OpenWebText"]), ("data/webtext", []),
+    ("data/my-fineweb", []), ("", []),
+])  # fmt: skip
+def test_a_folder_that_is_not_here_tells_the_data_set_by_its_name(tmp_path, folder, data):
+    run = plot.read_run(write_log(tmp_path / "run", step(1, 9.0), data_dir=folder))
+    losses = [r for r in plot.load_references() if r["what"] == "val_loss"]
+    assert list(dict.fromkeys(r["data"] for r in plot.like(run, losses))) == data
 
 
 @pytest.mark.parametrize("flags, bits, said", [
     ({"model": "nano", "n_layer": 6, "n_embd": 192}, 8, "GPT-2 124M, this is nano: 6 layers"),
     ({}, 2.0, "this run's are bytes"),  # 2 bits are 1.39 nats
     ({"data_dir": ""}, 0.5, "Python's own source"),
+    ({"data_dir": "data/book"}, 0.5, "FineWeb-Edu, FineWeb, OpenWebText, and this run data/book"),
     ({"init_from": "gpt2"}, 0.5, "began with the weights of another"),
 ])  # fmt: skip
 def test_a_run_unlike_the_references_is_not_compared(tmp_path, flags, bits, said):
-    records = [step(1, 2.0), validated(1, 1.386, bits_per_byte=bits)]
+    records = [step(1, 2.0), validated(1, 1.386, bits_per_byte=bits, hellaswag_acc_norm=0.25)]
     folder = write_log(tmp_path / "run", *records, **flags)
     done = run_program(folder, "--against", "reference", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr
     [line] = done.stdout.splitlines()
-    assert said in line
+    assert "can't be compared" in line and said in line
+
+
+def test_the_tokenizer_that_the_log_names_counts(tmp_path):
+    start = {"flags": FLAGS | {"data_dir": "data/fineweb-edu"}, "tokenizer": "bytes"}
+    run = plot.read_run(write_log(tmp_path / "run", start, step(1, 9.0)))
+    assert plot.why_none(run, plot.load_references()).endswith("this run's are bytes")
 
 
 def test_the_program_says_how_a_run_compares(tmp_path):
@@ -155,6 +185,79 @@ def test_runs_are_drawn_and_no_file_is_overwritten(tmp_path):
     assert picture.startswith(b"\x89PNG")
     assert run_program(folders[0], cwd=tmp_path).returncode == 2
     assert (tmp_path / "loss.png").read_bytes() == picture
+
+
+def test_a_folder_stands_for_the_runs_below_it(tmp_path):
+    for name in ("out/b", "out/more/a", "other/c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_log(tmp_path / name, step(1, 9.0))
+    waiting = Path(write_log(tmp_path / "out" / "waiting"))
+    lines = str(tmp_path / "out"), str(tmp_path / "other" / "c"), "--against", "reference"
+    done = run_program(*lines, cwd=tmp_path)
+    named = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert named == [str(tmp_path / name) for name in ("out/b", "out/more/a", "other/c")]
+    why = (
+        f"plot.py: left out: {waiting / 'log.jsonl'} has no step yet: wait for the run's first one"
+    )
+    assert (done.returncode, done.stderr) == (0, f"{why}\n")
+
+
+def test_runs_with_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path):
+    """The loss of a run of 4 bytes per token is 2.77 nats per token or 1 bit per byte."""
+    bits = {"bits_per_byte": 1.0}
+    a = write_log(tmp_path / "a", step(1, 1.0), validated(1, math.log(2), **bits))
+    b = write_log(tmp_path / "b", step(1, 1.0), validated(1, 4 * math.log(2), **bits))
+    c = write_log(tmp_path / "c", {"flags": FLAGS, "tokenizer": "gpt2"}, step(1, 1.0))
+    runs = {name: plot.read_run(name) for name in (a, b, c)}
+    assert plot.units([runs[b], runs[c]]) == ("nats per token", [1, 1])
+    unit, factors = plot.units([runs[a], runs[b]])
+    assert unit == "bits per byte"
+    assert factors == pytest.approx([1 / math.log(2), 1 / (4 * math.log(2))])
+    done = run_program(a, c, cwd=tmp_path)
+    why = f"{a} has bytes tokens, {c} gpt2 tokens and no bits per byte in its log: draw them apart"
+    assert (done.returncode, done.stderr) == (2, f"plot.py: error: {why}\n")
+    assert not list(tmp_path.glob("*.png"))
+
+
+def seen(figure) -> list:
+    """The places of all texts that a picture shows."""
+    texts = [*figure.texts, *figure.legends[0].get_texts()]
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        texts += [axis.label, axis.get_offset_text()]
+        texts += [tick.label1 for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+                  if low <= tick.get_loc() <= high]  # fmt: skip
+    texts = [text for text in texts if text.get_visible() and text.get_text()]
+    return [text.get_window_extent() for text in texts]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
+@pytest.mark.parametrize("names, last, flags", [
+    ("a", 3.2, {}), ("abc", 3.2, {}), ("abcdefgh", 3.2, {}), ("abcdefghijklmnop", 0.01, {}),
+    ("abcdefgh", 3.2, {"model": "gpt2", "data_dir": "data/a-book-with-a-long-name"}),
+    ("abc", 3.2, {"data_dir": "data/fineweb-edu"}),  # beside a reference
+])  # fmt: skip
+def test_no_text_of_a_picture_touches_another_or_the_border(
+    tmp_path, monkeypatch, names, last, flags
+):
+    """Runs that end alike, and runs that differ in what they are."""
+    from matplotlib.figure import Figure
+
+    figures, runs = [], []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    for n, name in enumerate(names):
+        records = [validated(0, 11.0), step(1, 11.0), step(2, last), validated(2, last + n / 1000)]
+        own = {"data_dir": f"{flags['data_dir']}-{n}"} if "model" in flags else flags
+        runs.append(plot.read_run(write_log(tmp_path / f"run-{name}", *records, **own)))
+    plot.draw(runs, plot.load_references(), tmp_path / "loss.png")
+    [figure] = figures
+    figure.draw_without_rendering()
+    places = seen(figure)
+    assert len(places) > 20
+    width, height = figure.canvas.get_width_height()
+    for n, place in enumerate(places):
+        assert place.x0 >= 0 and place.y0 >= 0 and place.x1 <= width and place.y1 <= height
+        assert not any(place.overlaps(other) for other in places[:n])
 
 
 def texts(tmp_path: Path, monkeypatch, *lines: dict | str) -> list[str]:
