@@ -3,14 +3,17 @@
 import dataclasses
 import math
 import os
+import random
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import records, run
+from conftest import NEEDS_GPT2, NEEDS_POSIX, records, run
 from test_train_gpt2 import hugging_face_folder
 from test_weights import SMALLEST, hf_folder
 
@@ -18,8 +21,9 @@ import train_gpt2
 from model import GPT, GPTConfig
 from support import export
 from support.checkpoint import checkpoints, read_checkpoint
-from support.export import figures
-from support.files import missing_vocab
+from support.export import figures, history
+from support.text import codec
+from support.weights import Source
 
 
 def test_an_exported_run_is_the_same_network_in_transformers(data_dir, tmp_path, monkeypatch):
@@ -39,12 +43,15 @@ def test_an_exported_run_is_the_same_network_in_transformers(data_dir, tmp_path,
     logits = oracle(idx).logits
     assert (model.logits(idx)[..., :257] - logits).abs().max() <= 1e-5 * logits.abs().max()
     card = Path("hf/README.md").read_text()
-    assert f"| val_loss | 12 | {records(out_dir, 'val_loss')[12]:.4f} |" in card
+    loss = f"{records(out_dir, 'val_loss')[12]:.4f}"
+    assert f"| val_loss | 12 | {loss} |" in card
+    assert f"Trained from scratch for 12 steps of 192 tokens on {data_dir}." in card
+    assert f"The last validation, at step 12: a loss of {loss} nats per token." in card
     assert train_gpt2.main(["--init-from", "hf", "--export", "again"]) == 0
     assert Path("again/model.safetensors").read_bytes() == Path("hf/model.safetensors").read_bytes()
 
 
-@pytest.mark.skipif(bool(missing_vocab()), reason="GPT-2's vocabulary is not at hand")
+@NEEDS_GPT2
 def test_an_export_brings_gpt2s_tokenizer(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     tiktoken = pytest.importorskip("tiktoken")
@@ -61,6 +68,12 @@ def exported(capsys, source: Path, folder: Path) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
+def kept(folder: Path) -> dict[Path, tuple]:
+    """What is in a folder, but when it was last read: following a link sets that of the link."""
+    names = ("st_ino", "st_mode", "st_size", "st_mtime_ns", "st_ctime_ns")
+    return {p: tuple(getattr(p.lstat(), name) for name in names) for p in folder.iterdir()}
+
+
 def test_an_export_never_replaces_what_is_there(tmp_path, capsys):
     source = hf_folder(tmp_path / "source")
     (tmp_path / "empty").mkdir()
@@ -68,11 +81,11 @@ def test_an_export_never_replaces_what_is_there(tmp_path, capsys):
     for name in ("dangling", "loop"):
         (tmp_path / name).symlink_to({"dangling": "nowhere", "loop": "loop"}[name])
     (tmp_path / "link").symlink_to("empty")
-    before = {path: path.lstat() for path in tmp_path.iterdir()}
+    before = kept(tmp_path)
     for name in ("empty", "file", "dangling", "loop", "link"):
         code, err = exported(capsys, source, tmp_path / name)
         assert code == 2 and f"{name} exists: name a new folder" in err
-    assert {path: path.lstat() for path in tmp_path.iterdir()} == before
+    assert kept(tmp_path) == before
 
 
 def test_a_folder_that_appears_while_an_export_is_written_stays(tmp_path, capsys, monkeypatch):
@@ -140,7 +153,7 @@ def test_the_card_takes_of_a_log_what_is_a_number():
     assert figures(records, 2) == expected
 
 
-@pytest.mark.skipif(bool(missing_vocab()), reason="GPT-2's vocabulary is not at hand")
+@NEEDS_GPT2
 def test_transformers_knows_an_exports_end_of_text_and_its_length(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     shape = dataclasses.replace(SMALLEST, vocab_size=50257, seq_len=24)
@@ -151,3 +164,115 @@ def test_transformers_knows_an_exports_end_of_text_and_its_length(tmp_path, caps
     assert model.generation_config.eos_token_id == model.generation_config.bos_token_id == 50256
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == 50256
     assert tokenizer.model_max_length == 24
+
+
+def bytes_export(tmp_path: Path, capsys) -> Path:
+    shape = dataclasses.replace(SMALLEST, vocab_size=257, seq_len=24)
+    assert exported(capsys, hf_folder(tmp_path / "source", shape), tmp_path / "hf")[0] == 0
+    return tmp_path / "hf"
+
+
+def test_the_tokenizer_of_bytes_in_transformers_is_ours(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bytes_export(tmp_path, capsys))
+    ours = codec("bytes")
+    assert len(tokenizer) == 257 and tokenizer.model_max_length == 24
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 256
+    assert not tokenizer.clean_up_tokenization_spaces  # older versions take spaces out by it
+    for i in range(257):
+        assert tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(i)) == i
+        assert tokenizer.decode([i]) == ours.decode(i).decode(errors="replace")
+    every = "".join(chr(i) for i in range(0x2100)) + "\ud7ff\ue000\ufeff\uffff\U0001f642\U0010ffff"
+    for text in (every, "Hello,  wörld 🙂\n\tx1234 .", " a , it 's", "<|endoftext|>", ""):
+        ids = ours.encode(text)
+        assert tokenizer(text)["input_ids"] == [*ids] and tokenizer.decode([*ids]) == text
+    rng = random.Random(0)
+    for content in (rng.randbytes(rng.randint(1, 12)) for _ in range(500)):
+        assert tokenizer.decode([*content]) == content.decode(errors="replace")
+
+
+@NEEDS_POSIX
+def test_every_file_of_an_export_is_as_open_as_the_umask_lets_it_be(tmp_path, capsys):
+    before = os.umask(0o027)
+    try:
+        folder = bytes_export(tmp_path, capsys)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    names = {"README.md", "config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert modes == dict.fromkeys(names | {"model.safetensors"}, 0o640)
+    assert folder.stat().st_mode & 0o777 == 0o750
+
+
+def test_the_card_tells_the_hub_what_it_is(tmp_path, capsys):
+    hub = pytest.importorskip("huggingface_hub")
+    facts = hub.ModelCard.load(bytes_export(tmp_path, capsys) / "README.md").data.to_dict()
+    expected = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gpt2"]}
+    assert facts == expected
+
+
+def source_of(tokenizer: str, flags: dict, step: int = -1) -> Source:
+    return Source(Path("out/1/step.pt"), GPTConfig(), {}, tokenizer, flags, step)
+
+
+def test_a_card_says_how_the_network_was_trained():
+    """From the first weights, in steps of every size that the run had; no damaged record counts."""
+    records = [
+        None, {"flags": [1]}, {"flags": {"init_from": 5, "batch_tokens": "1"}},
+        {"flags": {"init_from": "gpt2", "batch_tokens": 8192}}, {"step": 0, "val_loss": 3.5},
+        {"flags": {"init_from": "out/1/a.pt", "batch_tokens": 1024}}, {"step": 9, "val_loss": 2.5},
+        {"step": 99, "val_loss": 1.5},
+    ]  # fmt: skip
+    flags = {"init_from": "", "batch_tokens": 8192, "data_dir": "data/book"}
+    known = "GPT-2 with 12 layers, 12 heads and 768 channels: 124,439,808 parameters, up to 1,024"
+    known += " tokens at a time. Written by train_gpt2.py from out/1/step.pt."
+    trained = "Trained from gpt2 for 20 steps of 1,024 or 8,192 tokens on data/book."
+    last = "The last validation, at step 9: a loss of 2.5000 nats per token."
+    words = history(GPTConfig(), source_of("gpt2", flags, 20), records)
+    assert words == f"{known} {trained} {last}"
+    own = {"init_from": "", "batch_tokens": 2048, "data_dir": ""}
+    trained = "Trained from scratch for 20 steps of 2,048 tokens on Python's own source."
+    assert history(GPTConfig(), source_of("bytes", own, 20), []) == f"{known} {trained}"
+    assert history(GPTConfig(), source_of("gpt2", {}), []) == known
+
+
+def usage(card: str) -> str:
+    return re.search("```python\n(.*)```\n", card, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize(
+    "vocab_size", [257, pytest.param(50257, marks=[NEEDS_GPT2, pytest.mark.slow])]
+)
+def test_the_six_lines_of_a_card_run(tmp_path, capsys, vocab_size):
+    pytest.importorskip("transformers")
+    shape, folder = GPTConfig(vocab_size, 24, 1, 1, 8), tmp_path / "it's new" / "hf"
+    assert exported(capsys, hf_folder(tmp_path / "source", shape), folder)[0] == 0
+    lines = usage((folder / "README.md").read_text())
+    assert lines.count("\n") == 6
+    env = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PYTHONIOENCODING": "utf-8",
+    }
+    done = subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.startswith(b"The") and len(done.stdout) > len("The\n")
+
+
+def test_a_card_promises_no_tokenizer_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "missing_vocab", lambda: [Path("encoder.json")])
+    shape, folder = dataclasses.replace(SMALLEST, vocab_size=50257), Path("hf")
+    files = export.texts(shape, source_of("gpt2", {}), folder, [])
+    assert {*files} == {"config.json", "README.md"}
+    assert 'AutoTokenizer.from_pretrained("openai-community/gpt2")' in files["README.md"].decode()
+    files = export.texts(SMALLEST, source_of("unknown", {}), folder, [])
+    assert {*files} == {"config.json", "README.md"}
+    assert "which tokenizer" in (card := files["README.md"].decode()).lower()
+    assert "AutoTokenizer" not in card
+
+
+def test_git_ignores_every_folder_that_the_readmes_commands_write():
+    root = Path(__file__).parent.parent
+    text, ignored = ((root / name).read_text("utf-8") for name in ("README.md", ".gitignore"))
+    written = {*re.findall(r"--(?:out-dir|data-dir|export) (\w+/)", text)}
+    assert written == {"out/", "data/", "hf/"} and written <= {*ignored.split()}
