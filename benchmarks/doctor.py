@@ -26,6 +26,7 @@ from support.files import missing_vocab
 
 
 def main():
+    machine.OneLineParser(description=__doc__.splitlines()[0]).parse_args()  # there is only --help
     warnings.filterwarnings("ignore")  # a compiler's, while it is tried out
     world = train_gpt2.ranks.find_world({}, torch.cuda.device_count())
     lines = {

@@ -42,7 +42,8 @@ part_1() {
 }
 
 part_2() {
-    "$python" benchmarks/ladder.py "${model[@]}" --steps "$steps" --resume "${lecture[@]}" "${data[@]}"
+    "$python" benchmarks/ladder.py "${model[@]}" --steps "$steps" --resume --keep "${lecture[@]}" \
+        "${data[@]}"
 }
 
 part_3() {
@@ -75,7 +76,8 @@ part_4() {
 }
 
 part_5() {
-    "$python" benchmarks/ladder.py "${model[@]}" --steps "$steps" --resume "${beyond[@]}" "${data[@]}"
+    "$python" benchmarks/ladder.py "${model[@]}" --steps "$steps" --resume --keep "${beyond[@]}" \
+        "${data[@]}"
 }
 
 failed=0

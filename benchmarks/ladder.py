@@ -18,9 +18,9 @@ that can't be shown closely. So what should not change the numbers at all is als
 float32 base, where it must agree to 1e-5. A rung that does not is refused: no speed is shown for it
 and the rungs above do without it.
 
-Writes results/ladder-<device>-<date>-<model>.json after each run, and a picture of it where
-matplotlib is installed. --readme puts the tables of such files into benchmarks/README.md, and draws
-their pictures anew.
+Writes out/ladder/ladder-<device>-<date>-<model>.json after each run, and a picture of it where
+matplotlib is installed; with --keep both go to benchmarks/results. --readme puts the tables of such
+files into benchmarks/README.md, and draws their pictures anew.
 """
 
 import argparse
@@ -31,6 +31,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import machine
 
 TRAIN = machine.REPO / "train_gpt2.py"
+OUT = Path("out", "ladder")
+WIDTH = 80  # of a terminal
 LECTURE = "A100, lecture"
 NOT_MEASURED = {"not on this device": "not here", "refused": "refused", "failed": "failed"}
 LEFT_OUT = 3  # steps at the start of a process, in which memory and caches fill
@@ -89,6 +92,21 @@ PUBLISHED = {
     "RTX 3090": {"tf32": "x1.5", "bf16": "x1.5", "compile": "x1.3", "flash": "x1.1",
                  "pad-vocab": "x1.06", "fused": "slower"},
 }  # fmt: skip
+
+# What train_gpt2.py says against flags on this device, asked of it in another process, as this one
+# may not hold a GPU
+ASK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from dataclasses import asdict
+import torch, train_gpt2
+device = train_gpt2.ranks.find_world({}, torch.cuda.device_count()).device
+try:
+    config, given, _ = train_gpt2.parse_args(sys.argv[2:], device.type)
+    train_gpt2.device.why_off(asdict(config), given, device)
+except ValueError as error:
+    print(error)
+"""
 
 # --------------------------------------------------------------------------------------------------
 # One run of train_gpt2.py. Flags are held by name: True, False or a value; ranks is torchrun's
@@ -246,6 +264,29 @@ def change(name: str, flags: dict, args: Namespace) -> dict:
     return {}
 
 
+def why_not(name: str, args: Namespace) -> str:
+    """Why a rung can't be measured here, as far as is known without a run; nothing if it can."""
+    flags = base_flags(args)
+    flags |= change(name, flags, args)
+    devices = machine.num_gpus() or machine.num_cores()
+    if flags["ranks"] > devices:
+        return f"{flags['ranks']} ranks, {devices} GPUs or cores"
+    words = command(flags | {"ranks": 1})[2:]
+    said = machine.output(sys.executable, "-c", ASK, str(machine.REPO), *words)
+    return " ".join(said.split())  # a compiler's has many lines
+
+
+def check_any(args: Namespace):
+    """ValueError if none of the rungs that were asked for can be measured here."""
+    whys = []
+    for name in rung_names(args)[1:] if args.only else ():
+        if not (why := why_not(name, args)):
+            return
+        whys.append(f"{name}: {why}")
+    if whys:
+        raise ValueError(f"none of the rungs of --only can be measured here: {'; '.join(whys)}")
+
+
 def alone(name: str, base: dict) -> tuple[dict, dict] | None:
     """The float32 base with what should not change its numbers, and the base to compare it with;
     None where there is no such thing."""
@@ -322,7 +363,8 @@ class Ladder:
         if not self.path:
             names = self.args.model, "leave-one-out" if self.args.leave_one_out else ""
             device = self.content["environment"]["device_name"]
-            self.path = machine.free(machine.results_path("ladder", device, *names))
+            path = machine.results_path("ladder", device, *names, folder=results_folder(self.args))
+            self.path = machine.free(path)
         machine.save(self.path, self.content)
 
     def rung(self, name: str, flags: dict) -> dict:
@@ -386,9 +428,10 @@ class Ladder:
 
     def climb(self):
         """The first round: each rung on top of those that can be had here."""
-        flags = base_flags(self.args)
-        for name in rung_names(self.args):
+        flags, names = base_flags(self.args), rung_names(self.args)
+        for left, name in zip(reversed(range(len(names))), names, strict=True):
             rung = self.rung(name, flags | change(name, flags, self.args))
+            tell(rung, round_words(rung), "first", left)
             if rung["state"] == "measured" and name not in BEYOND:
                 flags = rung["flags"]
 
@@ -408,24 +451,32 @@ class Ladder:
                 print(f"not on this device: {error}", file=sys.stderr)
                 flags |= {missing[0]: False}
         flags = self.measured[0]["flags"]
-        for name in (*SPEED_UPS, "accumulation"):
-            if flags | undo(name, flags) != flags:
-                self.rung(f"without {name}", flags | undo(name, flags))
+        offs = {name: flags | undo(name, flags) for name in (*SPEED_UPS, "accumulation")}
+        names = [name for name, off in offs.items() if off != flags]
+        tell(self.measured[0], round_words(self.measured[0]), "first", len(names))
+        for left, name in zip(reversed(range(len(names))), names, strict=True):
+            rung = self.rung(f"without {name}", offs[name])
+            tell(rung, round_words(rung), "first", left)
 
     def second_round(self):
         """The other way round, so that a machine that grows slower or faster does so for all. A run
         that fails now leaves its row with one."""
-        for rung in reversed(self.measured):
-            if len(rung["runs"]) == 1:
-                print(f"{rung['name']}, second time", file=sys.stderr, flush=True)
-                run, _, why = self.run(rung["flags"])
-                if run:
-                    rung["runs"].append(run)
-                    self.check(rung)
-                else:
-                    rung["why"] = f"one round, the second failed: {why}"
-                self.keep()
+        todo = [rung for rung in reversed(self.measured) if len(rung["runs"]) == 1]
+        for left, rung in zip(reversed(range(len(todo))), todo, strict=True):
+            print(f"{rung['name']}, second time", file=sys.stderr, flush=True)
+            run, _, why = self.run(rung["flags"])
+            if run:
+                rung["runs"].append(run)
+                self.check(rung)
+            else:
+                rung["why"] = f"one round, the second failed: {why}"
+            self.keep()
+            tell(rung, round_words(rung) if run else "failed", "second", left)
         self.keep(complete=True)
+
+
+def tell(rung: dict, words: str, turn: str, left: int):
+    print(f"{title(rung['name'])}: {words} ({turn} round, {left} left)", flush=True)
 
 
 def undo(name: str, flags: dict) -> dict:
@@ -446,6 +497,14 @@ def round_speeds(rung: dict) -> list[float]:
 
 def speed(rung: dict) -> float:
     return mean(round_speeds(rung))
+
+
+def round_words(rung: dict) -> str:
+    """What the last round found."""
+    if rung["state"] != "measured":
+        return NOT_MEASURED[rung["state"]]
+    speed = round_speeds(rung)[-1]
+    return f"{1000 * rung['flags']['batch-tokens'] / speed:,.1f} ms, {speed:,.0f} tokens/s"
 
 
 def rows(content: dict) -> list[dict]:
@@ -531,18 +590,42 @@ def published() -> str:
 
 def report(content: dict, file: str) -> str:
     """Markdown: what was measured, where, and in which file of the results it is."""
-    env, flags, name = content["environment"], content["rungs"][0]["flags"], model_name(content)
-    changed = f" and changes to {', '.join(env['changed'])}" if env["changed"] else ""
-    head = (
-        f"**{name} on {machine_name(content)}**: {flags['micro-batch-size']} x"
-        f" {flags['seq-len']} tokens per pass, torch {env['torch']}, {content['date']}, commit"
-        f" {env['commit'][:7]}{changed}. Median of {content['settings']['steps']} steps in each of"
-        f" {max(len(r['runs']) for r in content['rungs'])} rounds"
-        f" ([figures](results/{file}), [picture](results/{Path(file).with_suffix('.png')}))."
-    )
-    unfinished = "" if content.get("complete") else " Not finished: go on with --resume."
+    files = f" ([figures](results/{file}), [picture](results/{Path(file).with_suffix('.png')}))."
+    head = f"**{subject(content)}**: {conditions(content)}{files}{unfinished(content)}"
     lines = "\n".join(f"- {note}" for note in notes(content))
-    return "\n\n".join(filter(None, [head + unfinished, machine.markdown(rows(content)), lines]))
+    return "\n\n".join(filter(None, [head, machine.markdown(rows(content)), lines]))
+
+
+def summary(content: dict) -> str:
+    """The same for a terminal, with the columns that matter most."""
+    head = f"{subject(content)}: {conditions(content)}.{unfinished(content)}"
+    columns = ["rung", "ms", "tokens/s", "x before", "x base"]
+    if content["settings"]["leave_one_out"]:
+        columns[3:] = ["brings"]
+    lines = "\n".join(
+        textwrap.fill(f"- {note}", WIDTH, subsequent_indent="  ") for note in notes(content)
+    )
+    table = machine.aligned(rows(content), columns)
+    return "\n\n".join(filter(None, [textwrap.fill(head, WIDTH), table, lines]))
+
+
+def subject(content: dict) -> str:
+    return f"{model_name(content)} on {machine_name(content)}"
+
+
+def conditions(content: dict) -> str:
+    env, flags = content["environment"], content["rungs"][0]["flags"]
+    changed = f" and changes to {', '.join(env['changed'])}" if env["changed"] else ""
+    return (
+        f"{flags['micro-batch-size']} x {flags['seq-len']} tokens per pass, torch {env['torch']},"
+        f" {content['date']}, commit {env['commit'][:7]}{changed}. Median of"
+        f" {content['settings']['steps']} steps in each of"
+        f" {max(len(r['runs']) for r in content['rungs'])} rounds"
+    )
+
+
+def unfinished(content: dict) -> str:
+    return "" if content.get("complete") else " Not finished: go on with --resume."
 
 
 def model_name(content: dict) -> str:
@@ -636,7 +719,7 @@ def block(contents: dict[str, dict]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = machine.OneLineParser(description=__doc__.splitlines()[0])
     add, names = parser.add_argument, " ".join([*SPEED_UPS, *BEYOND, "accumulation"])
     add("--model", help="as train_gpt2.py's (default: gpt2 on a GPU, nano without one)")
     add("--micro-batch-size", type=int, default=16, help="sequences per pass (default: 16)")
@@ -650,6 +733,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="RUNG", help=f"of {names} 'N ranks'")
     add("--skip", nargs="+", default=[], metavar="RUNG", help="leave these out")
     add("--leave-one-out", action="store_true", help="everything on, one off")
+    add("--keep", action="store_true", help="write to benchmarks/results (default: out/ladder)")
     add("--resume", action="store_true", help="go on with the newest unfinished one of these flags")
     add("--compare", nargs=2, type=Path, metavar="JSON", help="print two results side by side")
     add(
@@ -685,12 +769,16 @@ def settle(args: Namespace):
         raise ValueError(f"{least}: sizes and steps must be at least 1")
 
 
+def results_folder(args: Namespace) -> Path:
+    return machine.RESULTS if args.keep else OUT
+
+
 def start(args: Namespace) -> Ladder:
     """A new ladder, or the newest one of the same flags that is not complete."""
-    left_out = ("resume", "compare", "readme")
+    left_out = ("resume", "compare", "readme", "keep")
     settings = {name: value for name, value in vars(args).items() if name not in left_out}
     if args.resume:
-        paths = machine.RESULTS.glob("ladder-*.json")
+        paths = results_folder(args).glob("ladder-*.json")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
             content = machine.load(path)
             if content["settings"] == settings and not content.get("complete"):
@@ -706,7 +794,7 @@ def measure(args: Namespace) -> int:
         (ladder.leave_one_out if args.leave_one_out else ladder.climb)()
         ladder.second_round()
     draw(ladder.content, ladder.path.with_suffix(".png"))
-    print(f"{report(ladder.content, ladder.path.name)}\n\n{ladder.path}")
+    print(f"\n{summary(ladder.content)}\n\n{ladder.path}")
     return int(any(rung["state"] in ("refused", "failed") for rung in ladder.content["rungs"]))
 
 
@@ -723,6 +811,7 @@ def main() -> int:
                 draw(machine.load(path), path.with_suffix(".png"))
         else:
             settle(args)
+            check_any(args)
             return measure(args)
     except (OSError, ValueError) as error:
         print(f"ladder.py: error: {error}", file=sys.stderr)

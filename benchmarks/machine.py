@@ -1,5 +1,6 @@
 """What the results of these benchmarks say about the machine, and how they are kept."""
 
+import argparse
 import json
 import os
 import platform
@@ -14,6 +15,13 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "benchmarks" / "results"
 README = REPO / "benchmarks" / "README.md"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
 def output(*command) -> str:
@@ -65,11 +73,11 @@ def environment(logged: dict) -> dict:
     return logged | {"device_name": name} | cpu
 
 
-def results_path(*parts: str) -> Path:
+def results_path(*parts: str, folder: Path = RESULTS) -> Path:
     """Where results are kept: program-device-date-more.json, in small letters."""
     program, device, *more = (re.sub("[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)
     names = [program, device, str(date.today()), *more]
-    return RESULTS / ("-".join(filter(None, names)) + ".json")
+    return folder / ("-".join(filter(None, names)) + ".json")
 
 
 def free(path: Path) -> Path:
@@ -81,7 +89,7 @@ def free(path: Path) -> Path:
 def save(path: Path, content: dict):
     """Write content whole, a list of numbers on one line."""
     text = re.sub(r"\[[^][{}]*]", lambda m: " ".join(m[0].split()), json.dumps(content, indent=1))
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(text + "\n", encoding="utf-8")
     os.replace(unfinished, path)
@@ -97,6 +105,16 @@ def markdown(table: list[dict]) -> str:
     lines = [columns, ["---", *["--:"] * (len(columns) - 1)]]
     lines += [[row.get(column, "") for column in columns] for row in table]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def aligned(table: list[dict], columns: list[str]) -> str:
+    """These columns of a table, as a terminal shows them."""
+    lines = [columns, *([row.get(column, "") for column in columns] for row in table)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+        for first, *cells in lines
+    )
 
 
 def with_block(text: str, name: str, block: str) -> str:

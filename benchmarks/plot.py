@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import machine
 import numpy as np
 
 REFERENCES = Path(__file__).with_name("reference.json")
@@ -322,7 +323,7 @@ def draw_reference(axes, reference: dict, title: str, number: int):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = machine.OneLineParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run's folder, or one above runs: out/001, out")
     add("--out", type=Path, help="picture to write (default: loss.png, none with --against)")

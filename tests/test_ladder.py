@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from contextlib import nullcontext
 from importlib import import_module
 from inspect import getsource
 from multiprocessing import get_context
@@ -97,7 +99,7 @@ def climb(project: Path, data_dir: Path, *flags: str, code: int = 0) -> tuple[di
 
 
 def results(project: Path) -> dict:
-    [path] = (project / "benchmarks" / "results").glob("ladder-*.json")
+    [path] = (project / "out" / "ladder").glob("ladder-*.json")
     return json.loads(path.read_text())
 
 
@@ -174,7 +176,7 @@ def test_the_whole_ladder(tmp_path, data_dir):
     assert "--recompute" in commands["recompute"] and "--fp16" in commands["fp16"]
     assert not re.search("--recompute|--fp16|--loss-chunk|--bf16-res", commands["accumulation"])
     assert content["complete"] and "Not finished" not in text
-    [picture] = (project / "benchmarks" / "results").glob("*.png")
+    [picture] = (project / "out" / "ladder").glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     path = picture.with_suffix(".json")
@@ -185,7 +187,7 @@ def test_the_whole_ladder(tmp_path, data_dir):
         subprocess.run([*program, "--readme", path], check=True)
         readme = page.read_text()
         assert readme.startswith("a\n") and readme.endswith("b\n")
-        assert text.rpartition("\n\n")[0] in readme and "not measured yet" in readme
+        assert ladder.report(content, path.name) in readme and "not measured yet" in readme
     done = subprocess.run([*program, "--compare", path, path], capture_output=True, text=True)
     assert done.stdout.count("| 1.00 |") >= 7  # B / A
 
@@ -207,7 +209,7 @@ def test_an_interrupted_ladder_keeps_its_runs_and_goes_on(tmp_path, data_dir):
     flags = ["--only", "flash", "fused"]
     program = [sys.executable, project / "benchmarks" / "ladder.py", *line(data_dir, *flags)]
     process = subprocess.Popen(program, cwd=project)
-    folder = project / "benchmarks" / "results"
+    folder = project / "out" / "ladder"
     while not list(folder.glob("ladder-*.json")):
         assert process.poll() is None
         time.sleep(0.05)
@@ -225,6 +227,101 @@ def test_an_interrupted_ladder_keeps_its_runs_and_goes_on(tmp_path, data_dir):
     next(folder.glob("*.json")).write_text(json.dumps(other))
     code, _, err = benchmark(project, "ladder.py", *line(data_dir, *flags, "--resume"))
     assert code == 2 and "torch 0.1" in err.splitlines()[-1]
+
+
+def measured(monkeypatch, folder: Path, *flags: str) -> tuple[int, Namespace]:
+    """The exit code of a ladder in this folder whose runs take no time, and its flags. A rung's
+    step takes 10 ms less than one of the rung before, and a run says when it begins."""
+
+    def attempt(flags: dict) -> tuple[dict, int, str]:
+        print("a run")
+        on, count = sum(map(bool, (flags["bf16"], flags["muon"]))), flags["steps"]
+        env = {"device": "cpu", "device_name": "it", "torch": "2", "commit": "0123456789"}
+        run = {"loss": [4.0] * count, "grad_norm": [1.0] * count, "ms": [40.0 - 10 * on] * count}
+        facts = {"matmul_share": 0.5, "peak_mib": 1.0, "busy": 0.0, "environment": env}
+        return run | facts | {"flags": flags}, 0, ""
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(ladder, "attempt", attempt)
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
+    monkeypatch.setattr(machine, "RESULTS", folder / "kept")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    ladder.settle(args := ladder.make_parser().parse_args(["--only", "bf16", "muon", *flags]))
+    return ladder.measure(args), args
+
+
+def test_each_rung_is_told_as_soon_as_it_is_measured(tmp_path, monkeypatch, capsys):
+    code, _ = measured(monkeypatch, tmp_path)
+    base, bf16, muon = "float32, everything off", "+ BF16 autocast", "+ Muon for the matrices"
+    said = [
+        f"{base}: 40.0 ms, 51,200 tokens/s (first round, 2 left)",
+        f"{bf16}: 30.0 ms, 68,267 tokens/s (first round, 1 left)",
+        f"{muon}: 20.0 ms, 102,400 tokens/s (first round, 0 left)",
+        f"{muon}: 20.0 ms, 102,400 tokens/s (second round, 2 left)",
+        f"{bf16}: 30.0 ms, 68,267 tokens/s (second round, 1 left)",
+        f"{base}: 40.0 ms, 51,200 tokens/s (second round, 0 left)",
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and lines[:12] == [line for told in said for line in ("a run", told)]
+
+
+def test_results_go_to_out_or_are_kept_and_resume_looks_there(tmp_path, monkeypatch):
+    for flags, name in (((), "out/ladder"), (("--keep",), "kept")):
+        _, args = measured(monkeypatch, tmp_path, *flags)
+        paths = sorted((tmp_path / name).iterdir())
+        assert [path.suffix for path in paths] in ([".json"], [".json", ".png"])
+        content = machine.load(paths[0])
+        args.resume = True
+        assert ladder.start(args).path is None  # complete
+        machine.save(paths[0], content | {"complete": False})
+        assert ladder.start(args).path.resolve() == paths[0]
+    assert sorted(os.listdir(tmp_path)) == ["kept", "out"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(machine.RESULTS.glob("ladder-*.json")), ids=lambda p: p.stem
+)
+@pytest.mark.parametrize("one_out", [False, True])
+def test_the_table_fits_a_terminal(path, one_out):
+    content = machine.load(path)
+    content["settings"]["leave_one_out"] = one_out
+    text = ladder.summary(content)
+    assert max(map(len, text.splitlines())) <= 80
+    table = [line for line in text.splitlines() if re.search(r"\S  +\S", line)]
+    assert len(table) == 1 + len(content["rungs"])
+    columns = ["brings"] if one_out else ["x before", "x base"]
+    for line, row in zip(table[1:], ladder.rows(content), strict=True):
+        cells = [row.get(name) for name in ("rung", "ms", "tokens/s", *columns)]
+        assert re.split("  +", line) == [cell for cell in cells if cell]
+
+
+def test_rungs_that_this_machine_lacks_are_refused_before_anything_runs(tmp_path):
+    program = [sys.executable, REPO / "benchmarks" / "ladder.py", "--model", "nano"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    only = ("--ranks", "999", "--only", "tf32", "999 ranks")
+    done = subprocess.run([*program, *only], cwd=tmp_path, env=env, capture_output=True, text=True)
+    [line] = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, os.listdir(tmp_path)) == (2, "", [])
+    assert line.startswith(
+        "ladder.py: error: none of the rungs of --only can be measured here: tf32: --tf32 "
+    )
+    assert "needs an NVIDIA GPU of 2020 or later, this is cpu" in line and "; 999 ranks" in line
+
+
+@pytest.mark.parametrize("rung, refused", [("fused", False), ("999 ranks", True)])
+def test_a_rung_that_can_be_had_lets_the_ladder_begin(monkeypatch, rung, refused):
+    """Whatever else was asked for."""
+    monkeypatch.setattr(machine, "num_gpus", lambda: 0)
+    line = ["--model", "nano", "--ranks", "999", "--only", rung, "999 ranks"]
+    ladder.settle(args := ladder.make_parser().parse_args(line))
+    with pytest.raises(ValueError, match="999 ranks, ") if refused else nullcontext():
+        ladder.check_any(args)
+
+
+def test_the_gpu_script_keeps_its_ladders():
+    text = (REPO / "benchmarks" / "gpu.sh").read_text("utf-8").replace("\\\n", "")
+    calls = [line for line in text.splitlines() if "ladder.py" in line]
+    assert len(calls) == 2 and all("--keep" in call for call in calls)
 
 
 def test_nothing_is_compared_after_a_step_that_overflows():
@@ -292,6 +389,23 @@ def test_a_page_fits_the_screen(page):
         assert max(map(len, code.splitlines())) <= 85, code
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (folder / link).exists(), link
+
+
+@pytest.mark.parametrize("name", ["doctor", "ladder", "plot"])
+def test_a_benchmark_says_what_it_takes_and_does_no_more(monkeypatch, capsys, name):
+    program = import_module(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        program.main()
+    said = capsys.readouterr()
+    assert said.out.startswith(f"usage: {name}.py") and "--help" in said.out and not said.err
+
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--nonsense", "1"])
+    with pytest.raises(SystemExit, match="^2$"):
+        program.main()
+    said = capsys.readouterr()
+    [line] = said.err.splitlines()
+    assert line.startswith(f"{name}.py: error: ") and line.endswith("; see --help") and not said.out
 
 
 @pytest.mark.slow
