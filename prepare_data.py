@@ -11,7 +11,7 @@ A document is a file, a line of .jsonl or a row of .parquet; each begins with <|
 same input gives the same bytes on disk, with any number of workers, and however often the command
 was killed and repeated: the shards grow in DATA_DIR.unfinished, whose manifest says how far they
 are; what it counts is checked before they grow on; if it is damaged, all is made again. The folder
-gets its name when it is whole.
+gets its name when it is whole; the same command then says so and changes nothing.
 """
 
 import hashlib
@@ -28,7 +28,8 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -68,6 +69,7 @@ class PrepareConfig:
     text_field: str = flag("text", "where a line or row has its text")
     shard_tokens: int = flag(100_000_000, "tokens per shard", 1024)
     val_fraction: float = flag(0.01, "documents for validation", 0, 0.5)
+    val_tokens: int = flag(0, "instead of --val-fraction: about so many tokens", 0)
     seed: int = flag(1337, "seed of which documents these are", -(2**63), 2**64 - 1)
     workers: int = flag(0, "worker processes; none: one per core, for bytes 0", 0, 61)
     dry_run: bool = flag(False, "--input: say what it takes, from a sample")
@@ -83,6 +85,8 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     given = parse(make_parser(PrepareConfig, __doc__ or "", recipes={}), argv)
     if given.get("tokenizer", "bytes") != "bytes":
         given = {"workers": min(os.cpu_count() or 1, 61)} | given
+    if {"val_fraction", "val_tokens"} <= given.keys():
+        raise ValueError("not allowed together: --val-fraction --val-tokens; see --help")
     check(config := PrepareConfig(**given))
     return config
 
@@ -112,34 +116,34 @@ class Batch:
     """About 2 * PIECE bytes of text, of one document or many, for one split."""
 
     split: str
-    crc32: int = 0  # of all text read so far
+    crc32: int = 0  # of the flags and of all documents read so far
     size: int = 0  # bytes
     parts: list[tuple[bool, bytes]] = field(default_factory=list)  # does a document begin?, text
 
 
-def batches(texts: Iterable[Iterable], config: PrepareConfig, skipped: Counter) -> Iterator[Batch]:
+def batches(
+    texts: Iterable[Iterable], config: PrepareConfig, tally: inputs.Tally
+) -> Iterator[Batch]:
     """The documents, in order. Each one's split is drawn; the first is for training."""
-    flags = (
-        config.tokenizer,
-        config.shard_tokens,
-        config.val_fraction,
-        config.seed,
-        config.text_field,
-    )
-    rng, crc, split = random.Random(config.seed), zlib.crc32(repr(flags).encode()), None
+    names = ("tokenizer", "shard_tokens", "val_fraction", "val_tokens", "seed", "text_field")
+    flags = repr([getattr(config, name) for name in names])
+    rng, crc, split = random.Random(config.seed), zlib.crc32(flags.encode()), None
     growing = {"train": Batch("train"), "val": Batch("val")}
     for blocks in texts:
         split = "val" if split and rng.random() < config.val_fraction else "train"
-        begins = True
+        crc, begins, not_utf8 = zlib.crc32(split.encode(), crc), True, 0
         for piece in inputs.pieces(blocks):
             batch, crc = growing[split], zlib.crc32(piece, crc)
             batch.parts.append((begins, piece))
             batch.crc32, batch.size, begins = crc, batch.size + len(piece), False
+            not_utf8 += inputs.count_not_utf8(piece)
             if batch.size >= 2 * inputs.PIECE:
                 yield batch
                 growing[split] = Batch(split)
         if begins:
-            skipped["empty"] += 1
+            tally.skipped["empty"] += 1
+        if not_utf8:
+            tally.not_utf8.update(bytes=not_utf8, documents=1)
     for batch in growing.values():
         batch.crc32 = crc
         yield batch
@@ -173,6 +177,8 @@ def gpt2_tokenizer() -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except OSError as error:  # what requests raises without a network, in a hundred ways
+        if error.errno in DISK_ERRORS:
+            raise
         why = f"--tokenizer gpt2: no network; {vocab_cure()}, or use --tokenizer bytes"
         raise OSError(why) from error
 
@@ -265,7 +271,9 @@ class Split:
                     self.seal()
                 else:
                     check_shard(self.folder, entry)
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                if getattr(error, "errno", None) in DISK_ERRORS:  # the shard may be good
+                    raise
                 raise ValueError(f"{self.folder / entry['name']} is damaged") from None
 
     def append(self, tokens: np.ndarray, documents: int, size: int) -> bool:
@@ -297,12 +305,13 @@ class Split:
             check_shard(self.folder, entry)
         self.path(len(self.shards)).unlink(missing_ok=True)  # give_end gave it
 
-    def give_end(self, other: "Split", lengths: np.ndarray):
-        """Hand the growing shard over to other; if it is the only one, or less than a tenth of one,
-        with the last tenth of the shard before it."""
+    def give_end(self, other: "Split", lengths: np.ndarray, count: int):
+        """Hand the last count tokens over to other; 0: the growing shard, and if it is the only
+        one, or less than a tenth of one, the last tenth of the shard before it."""
         num_whole, fill = divmod(self.tokens, self.shard_tokens)
         tenth = min(self.tokens, self.shard_tokens) // 10
-        keep = self.tokens - (tenth if not num_whole else fill if fill >= tenth else fill + tenth)
+        end = tenth if not num_whole else fill if fill >= tenth else fill + tenth
+        keep = self.tokens - (min(count, self.tokens // 2) or end)
         self.seal()
         ends = []
         while self.tokens > keep:
@@ -339,14 +348,12 @@ def kept(folder: Path, shard_tokens: int) -> tuple[Split, Split, list[int]]:
     return *splits, manifest.get("input", [0, 0])
 
 
-def skip_done(todo: Iterator[Batch], done: int, crc32: int, folder: Path, bar: tqdm):
-    """Read again the batches that are done; ValueError if they are not what they were."""
-    batch = Batch("", crc32)
+def same_so_far(todo: Iterator[Batch], done: int, crc32: int, bar: tqdm) -> bool:
+    """Read again the batches that are done: whether they are what they were."""
+    batch = Batch("")
     for batch in islice(todo, done):
         bar.update(batch.size)
-    if batch.crc32 != crc32:
-        why = f"{folder} was begun with other input or other flags"
-        raise ValueError(f"{why}: repeat those, or remove the folder")
+    return batch.crc32 == crc32
 
 
 def show(bar: tqdm, size: int, train: Split, val: Split):
@@ -357,10 +364,12 @@ def show(bar: tqdm, size: int, train: Split, val: Split):
     bar.set_postfix_str(text, refresh=False)
 
 
-def write_folder(folder: Path, files: list[str], config: PrepareConfig, bar: tqdm) -> Counter:
-    """Write into folder what is not there yet of the files' shards, and the manifest, whose input
-    says how much of the text they hold. Returns how many documents were skipped, by reason."""
-    tokenizer, skipped = TOKENIZERS[config.tokenizer](), Counter()
+def write_folder(
+    folder: Path, todo: Iterator[Batch], config: PrepareConfig, bar: tqdm, skipped: Counter
+):
+    """Write into folder what is not there yet of the shards of todo, and the manifest, whose input
+    says how much of the text they hold."""
+    tokenizer = TOKENIZERS[config.tokenizer]()
     train, val, (done, crc32) = go_on(folder, config.shard_tokens)
 
     def save():
@@ -368,8 +377,9 @@ def write_folder(folder: Path, files: list[str], config: PrepareConfig, bar: tqd
         about = {"name": tokenizer.name, "sha256": tokenizer.sha256}
         save_manifest(folder, {"tokenizer": about, **account})
 
-    todo = batches(inputs.read(files, config.text_field, skipped), config, skipped)
-    skip_done(todo, done, crc32, folder, bar)
+    if not same_so_far(todo, done, crc32, bar):
+        why = f"{folder} was begun with other input or other flags"
+        raise ValueError(f"{why}: repeat those, or remove the folder")
     for batch, tokens in in_order(todo, config.tokenizer, config.workers):
         split = train if batch.split == "train" else val
         done, crc32 = done + 1, batch.crc32
@@ -377,15 +387,24 @@ def write_folder(folder: Path, files: list[str], config: PrepareConfig, bar: tqd
             save()
         show(bar, batch.size, train, val)
     if not val.tokens and train.tokens:
-        train.give_end(val, tokenizer.lengths)
+        train.give_end(val, tokenizer.lengths, config.val_tokens)
     if min(train.tokens, val.tokens) < 2:  # an input and its target
         why = f"{train.tokens} tokens for training and {val.tokens} for validation"
         why += "".join(f", {count:,} skipped: {cause}" for cause, count in skipped.most_common(1))
-        raise ValueError(f"the input has {why}: name more with --input, or a higher --val-fraction")
+        raise ValueError(f"the input has {why}: name more with --input, or more for validation")
     save()  # before the shards that counted more are cut
     train.seal()
     val.seal()
-    return skipped
+
+
+def check_same(folder: Path, todo: Iterator[Batch], bar: tqdm):
+    """FileExistsError unless folder is whole, and of the same input and flags as todo."""
+    manifest = read_manifest(folder) if folder.is_dir() else {}
+    done, crc32 = manifest.get("input", (0, -1))
+    if not same_so_far(todo, done, crc32, bar):
+        why = f"--data-dir {folder} exists; name another"
+        raise FileExistsError(f"{why}: it is of other input or other flags")
+    corpus.open_folder(folder)  # raises
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,12 +418,17 @@ def prepare_questions(config: PrepareConfig):
     print(write_questions(config.multiple_choice, config.folder, encode, config.tokenizer))
 
 
+def num_tokens_of(size: int, some: bytes, config: PrepareConfig) -> float:
+    """About how many tokens size bytes of text are, of which some is a sample."""
+    return len(TOKENIZERS[config.tokenizer]().encode(some)) * size / max(len(some), 1)
+
+
 def dry_run(files: list[str], config: PrepareConfig):
     """Print what preparing the files will take."""
     size, some = inputs.sample(files, config.text_field)
-    tokenizer = TOKENIZERS[config.tokenizer]()
+    num_tokens_of(0, b"", config)  # loads the tokenizer
     start = time.perf_counter()
-    num_tokens = len(tokenizer.encode(some)) * size / max(len(some), 1)
+    num_tokens = num_tokens_of(size, some, config)
     seconds = (time.perf_counter() - start) * size / max(len(some), 1) / max(config.workers, 1)
     print(
         f"about {size / 1e6:,.1f} MB of text in {len(files):,} files, {num_tokens / 1e6:,.1f}M"
@@ -418,20 +442,48 @@ def prepare(config: PrepareConfig):
     if config.dry_run:
         return dry_run(files, config)
     folder = config.folder.with_name(f"{config.folder.name}.unfinished")
-    files = [f for f in files if folder.absolute() not in Path(f).absolute().parents]
-    size, _ = inputs.sample(files, config.text_field)
+    own = {folder.absolute(), config.folder.absolute()}
+    files = [f for f in files if own.isdisjoint(Path(f).absolute().parents)]
+    size, some = inputs.sample(files, config.text_field)
+    if config.val_tokens:
+        config = with_val_fraction(config, num_tokens_of(size, some, config))
+    tally = inputs.Tally()
+    todo = batches(inputs.read(files, config.text_field, tally.skipped), config, tally)
     check_own(folder)
-    with locked(folder), tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
+    with working_in(folder), tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
         try:
-            if config.folder.exists():
-                raise FileExistsError(f"--data-dir {config.folder} exists; name another")
-            skipped = write_folder(folder, files, config, bar)
+            if is_complete := config.folder.exists():
+                check_same(config.folder, todo, bar)
+            else:
+                write_folder(folder, todo, config, bar, tally.skipped)
         finally:
             if not (folder / MANIFEST).exists():  # no shard is whole: nothing to go on with
                 shutil.rmtree(folder, ignore_errors=True)
-    folder.rename(config.folder)
-    (config.folder / "lock").unlink()
-    report(config.folder, skipped)
+    if not is_complete:
+        folder.rename(config.folder)
+    report(config.folder, inputs.Tally() if is_complete else tally, is_complete)
+
+
+def with_val_fraction(config: PrepareConfig, num_tokens: float) -> PrepareConfig:
+    """config with the fraction that its --val-tokens are of about num_tokens."""
+    if config.val_tokens > num_tokens / 2:
+        why = f"--val-tokens {config.val_tokens:,} are more than half of the input, which has about"
+        raise ValueError(f"{why} {num_tokens:,.0f} tokens: lower it")
+    return replace(config, val_fraction=config.val_tokens / num_tokens)
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator:
+    """Make folder and keep other processes out of it. What is empty at the end goes again."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with locked(folder):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a folder that holds something, and an open file on Windows
+                (folder / "lock").unlink(missing_ok=True)
+                for path in filter(Path.exists, made):
+                    path.rmdir()
 
 
 def check_own(folder: Path):
@@ -442,16 +494,22 @@ def check_own(folder: Path):
             raise FileExistsError(f"{folder / name} is in the way: move it, or name another folder")
 
 
-def report(folder: Path, skipped: Counter):
+def report(folder: Path, tally: inputs.Tally, is_complete: bool):
+    """Print what folder holds, on one line if it was complete before."""
+    lines, manifest = [], read_manifest(folder)
     for name in ("train", "val"):
-        account = read_manifest(folder)[name]
+        account = manifest[name]
         num_shards, text = len(account.pop("shards")), account.get("bytes", 0)
         counts = ", ".join(f"{value:,} {key}" for key, value in account.items())
         ratio = f" ({text / account['tokens']:.2f} bytes per token)" if text and num_shards else ""
-        print(f"{name}: {counts}{ratio}, {num_shards} shards")
-    for why, count in skipped.items():
-        print(f"skipped: {count:,} documents, {shown(why)}")
-    print(f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}")
+        lines.append(f"{name}: {counts}{ratio}, {num_shards} shards")
+    lines += [f"skipped: {n:,} documents, {shown(why)}" for why, n in tally.skipped.items()]
+    if bad := tally.not_utf8:
+        fate = "kept" if manifest["tokenizer"]["name"] == "bytes" else "replaced by U+FFFD"
+        counts = f"{bad['bytes']:,} bytes in {bad['documents']:,} documents"
+        lines.append(f"not UTF-8: {counts}, {fate}")
+    lines.append(f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}")
+    print(f"already complete: {'; '.join(lines)}" if is_complete else "\n".join(lines))
 
 
 def verify(config: PrepareConfig):
@@ -486,20 +544,26 @@ def download(config: PrepareConfig):
     address = address.rstrip("/")
     names = [("val", f"{stem}_val_000000.bin")]
     names += [("train", f"{stem}_train_{n:06d}.bin") for n in range(1, config.shards + 1)]
-    with locked(config.folder):
+    num_new = 0
+    with working_in(config.folder):
         manifest, tokenizer = read_manifest(config.folder), {"name": "gpt2"}
         if manifest.setdefault("tokenizer", tokenizer) != tokenizer:
             raise FileExistsError(f"--data-dir {config.folder} holds prepared text; name another")
+        for entry in manifest["val"]["shards"] + manifest["train"]["shards"]:
+            if not entry["name"].startswith(f"{stem}_"):
+                why = f"--data-dir {config.folder} holds {entry['name']}; name another"
+                raise FileExistsError(why)
         for split, name in names:
             path, shards = config.folder / name, manifest[split]["shards"]
             known = next((shard for shard in shards if shard["name"] == name), {})
+            num_new += not (known and path.exists())
             if not path.exists():
                 fetch(f"{address}/{name}", path, partial(check_download, known.get("sha256")))
             if not known:
                 shards.append(describe(open_shard(path)) | {"sha256": sha256_of(path)})
                 manifest[split]["tokens"] = sum(shard["tokens"] for shard in shards)
                 save_manifest(config.folder, manifest)
-    report(config.folder, Counter())
+    report(config.folder, inputs.Tally(), is_complete=not num_new)
 
 
 def shown(text) -> str:
@@ -523,8 +587,12 @@ def main(argv: list[str] | None = None) -> int:
         complain("stopped; the same command goes on")
         return 130
     except (OSError, ValueError, LookupError, ImportError, BrokenExecutor) as error:
-        complain(f"error: {error}")
-        return 6 if getattr(error, "errno", None) in DISK_ERRORS else 2
+        numbers = {getattr(e, "errno", None) for e in (error, error.__cause__)}
+        if numbers.isdisjoint(DISK_ERRORS):
+            complain(f"error: {error}")
+            return 2
+        complain(f"error: {error}: see to the disk; the same command goes on")
+        return 6
     return 0
 
 

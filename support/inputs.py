@@ -1,5 +1,6 @@
 """From files, folders and patterns to documents, in pieces that a tokenizer can take alone: what
-prepare_data.py --input reads. A document is a file, a line of .jsonl or a row of .parquet."""
+prepare_data.py --input reads. A document is a file, a line of .jsonl or a row of .parquet. Files
+that hold no text are known by their first bytes, and left out."""
 
 import gzip
 import io
@@ -9,8 +10,10 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
+from itertools import chain
 from typing import BinaryIO
 
 PIECE = 1 << 18  # bytes of text that are read at a time; one to two of them are encoded at a time
@@ -64,6 +67,38 @@ def folders(top: str) -> Iterator[str]:
 # Their documents
 
 
+@dataclass
+class Tally:
+    """What is told at the end of a whole input."""
+
+    skipped: Counter = field(default_factory=Counter)  # documents, by reason
+    not_utf8: Counter = field(default_factory=Counter)  # bytes, and the documents they are in
+
+
+HEAD_BYTES = 8000  # in which git, too, looks for a NUL byte
+MAGIC_BYTES = {  # of files in which a NUL may come later, or that need another word
+    b"%PDF-": "PDF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF",
+    b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"BZh91AY&SY": "bzip2",
+    b"\x93NUMPY": "npy", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
+}  # fmt: skip
+
+
+def no_text(begin: bytes) -> str:
+    """What a file that begins so holds instead of text in UTF-8; none: it may be text."""
+    kinds = (kind for magic, kind in MAGIC_BYTES.items() if begin.startswith(magic))
+    has_nul = b"\0" in begin[:HEAD_BYTES]
+    return next(kinds, "binary or UTF-16 (a NUL byte)" if has_nul else "")
+
+
+def count_not_utf8(text: bytes) -> int:
+    """How many bytes of text are not UTF-8."""
+    try:
+        text.decode()
+        return 0
+    except UnicodeDecodeError:
+        return len(text) - len(text.decode(errors="ignore").encode())
+
+
 def utf8(text) -> bytes | None:
     """What a record has under --text-field; None if that is no text. Half a surrogate pair becomes
     U+FFFD, as in tiktoken."""
@@ -106,15 +141,18 @@ def texts_in(raw: BinaryIO, text_field: str) -> Iterator[bytes | None]:
 
 def read(files: list[str], text_field: str, skipped: Counter) -> Iterator[Iterable[bytes]]:
     """Each document as blocks of UTF-8. Records without text are counted in skipped, with the
-    number of a file's first."""
+    number of a file's first, and files without, with the first of their kind."""
+    firsts = {}
     for file in files:
         with open(file, "rb") as raw:
             texts = texts_in(raw, text_field)
             if file.endswith(RECORDS):
                 why = f"no text under --text-field {text_field} in {file}"
                 yield from each_alone(texts, why, skipped)
+            elif kind := no_text(begin := next(texts, b"")):
+                skipped[firsts.setdefault(kind, f"{kind} instead of UTF-8 text, first {file}")] += 1
             else:
-                yield texts
+                yield chain([begin], texts)
 
 
 def each_alone(texts: Iterable[bytes | None], why: str, skipped: Counter) -> Iterator[list[bytes]]:
@@ -154,6 +192,7 @@ def sample(files: list[str], text_field: str) -> tuple[int, bytes]:
     size, text, some = 0, 0.0, b""
     for file in sorted(files, key=sizes.get)[:: -1 - len(files) // 16]:  # the largest among them
         begin, num_read = beginning(file, text_field)
+        begin = b"" if no_text(begin) and not file.endswith(RECORDS) else begin
         size, text = size + sizes[file], text + len(begin) * sizes[file] / max(num_read, 1)
         some += begin[: 1 << 15]
     return int(text * sum(sizes.values()) / max(size, 1)), some

@@ -10,8 +10,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import NEEDS_POSIX, prepare
+from conftest import NEEDS_GPT2, NEEDS_POSIX, prepare, write_shard
 
 import prepare_data
 from support import inputs
@@ -161,3 +162,80 @@ def test_an_extra_that_is_missing_is_named_with_its_cure(tmp_path, monkeypatch, 
     (tmp_path / "a.jsonl.zst").touch()
     assert prepare(tmp_path / "data", "--input", tmp_path / "a.jsonl.zst") == 2
     assert "pip install pyarrow" in capsys.readouterr().err
+
+
+def array(path: Path):
+    with open(path, "wb") as f:
+        np.save(f, np.full(99, 0x4141, np.uint16))
+
+
+NO_TEXTS = {  # what some file begins with, or who writes one, and what that is called
+    "scan": (b"%PDF-1.7\nwithout a NUL\n", "PDF"), "png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "PNG"),
+    "jpg": (b"\xff\xd8\xff\xe1abc", "JPEG"), "gif": (b"GIF89aaaaa", "GIF"),
+    "docx": (b"PK\3\4aaaa", "zip"), "packed": (gzip.compress(b"text"), "gzip"),
+    "npy": (array, "npy"), "nul": (b"\0", "binary or"),
+    "bin": (lambda path: write_shard(path, np.full(99, 0x4141)), "binary or"),
+    "late": (b"a" * 7999 + b"\0", "binary or UTF-16 (a NUL byte)"),
+    "utf16": ("\u4f60\u597d".encode("utf-16"), "UTF-16"), "be": (b"\xfe\xff\x4f\x60", "UTF-16"),
+    "no mark": ("text".encode("utf-16-le"), "binary or UTF-16 (a NUL byte)"),
+    "tar.gz": (gzip.compress(b"name\0\0\0\0"), "binary or UTF-16 (a NUL byte)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NO_TEXTS)
+def test_a_file_of_no_text_is_skipped_and_counted_and_alone_refused(kind, texts, tmp_path, capsys):
+    content, called = NO_TEXTS[kind]
+    for n in (1, 2):
+        path = texts / f"50{n}.txt{'.gz' if kind == 'tar.gz' else ''}"  # its name says nothing
+        content(path) if callable(content) else path.write_bytes(content)
+    flags = ("--shard-tokens", 8000)
+    assert prepare(tmp_path / "data", "--input", texts, *flags) == 0
+    first = texts / path.name.replace("502", "501")
+    why = f"{called} instead of UTF-8 text, first {first}\n"
+    why = why if called != "binary or" else called
+    assert f"skipped: 2 documents, {why}" in capsys.readouterr().out
+    assert prepare(tmp_path / "alone", "--input", path, *flags) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"1 skipped: {called}" in error and path.name in error
+    for n in (1, 2):
+        (texts / path.name.replace("502", f"50{n}")).unlink()
+    assert prepare(tmp_path / "texts only", "--input", texts, *flags) == 0
+    shards = [sorted((tmp_path / name).glob("*.bin")) for name in ("data", "texts only")]
+    assert [f.read_bytes() for f in shards[0]] == [f.read_bytes() for f in shards[1]]
+    assert not (tmp_path / "alone").exists()
+
+
+def test_what_is_text_is_read_whatever_its_name_and_where_its_nul_is(tmp_path):
+    kept = {"a.png": b"text", "b.pdf": b"a %PDF-1.7", "c": b"a" * 8000 + b"\0", "d": b"\xff\xd8"}
+    for name, content in kept.items():
+        (tmp_path / name).write_bytes(content)
+    assert read_all(*(tmp_path / name for name in kept)) == ([*kept.values()], {})
+
+
+def test_a_dry_run_leaves_out_what_is_no_text(texts, tmp_path, capsys):
+    (texts / "zz.bin").write_bytes(b"\0" * 10**6)
+    assert prepare(tmp_path / "data", "--input", texts, "--dry-run") == 0
+    guess = float(capsys.readouterr().out.split(" MB of text")[0].removeprefix("about "))
+    assert guess < 0.2
+
+
+def test_bytes_that_are_no_utf8_are_counted():
+    rng, letters = random.Random(0), "aé\u4f60\N{GRINNING FACE}\ufffd "
+    for _ in range(300):
+        parts = [rng.choice(letters).encode() for _ in range(9)]
+        assert inputs.count_not_utf8(b"".join(parts)) == 0
+        parts[rng.randrange(9)] = b"\xff\xfe\x80"
+        assert inputs.count_not_utf8(b"".join(parts)) == 3
+    assert inputs.count_not_utf8(b"\xe2\x80 caf\xe9") == 3
+
+
+@NEEDS_GPT2
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_the_count_of_bytes_that_are_no_utf8_is_told(tokenizer, texts, tmp_path, capsys):
+    (texts / "20.txt").write_bytes(b"caf\xe9 \xff\n" * 200_000)  # in several pieces
+    (texts / "21.txt").write_bytes(b"\xe2\x80")
+    flags = ("--input", texts, "--tokenizer", tokenizer, "--workers", 0)
+    assert prepare(tmp_path / "data", *flags) == 0
+    told = "not UTF-8: 400,002 bytes in 2 documents, "
+    told += "kept" if tokenizer == "bytes" else "replaced by U+FFFD"
+    assert told + "\n" in capsys.readouterr().out

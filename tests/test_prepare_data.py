@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +112,7 @@ def fuzzed(documents: list[bytes], tokenizer: str, shard_tokens: int) -> list[in
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(inputs, "PIECE", 16)
         split = prepare_data.Split(Path(folder), "train", shard_tokens)
-        for batch in prepare_data.batches(blocks, args, Counter()):
+        for batch in prepare_data.batches(blocks, args, inputs.Tally()):
             tokens = prepare_data.encode(tokenizer, batch)
             split.append(tokens, sum(begins for begins, _ in batch.parts), batch.size)
         split.seal()
@@ -224,6 +223,83 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(mistake, tmp_path, monk
     assert sorted(os.listdir()) == ["empty", "word"]
 
 
+def joined(texts: Path):
+    """The same text in one document less."""
+    first, second = sorted(texts.iterdir())[:2]
+    first.write_bytes(first.read_bytes() + second.read_bytes())
+    second.unlink()
+
+
+OTHERS = {
+    "longer": lambda texts: (texts / "39.txt").write_text("x" * 2000),
+    "shorter": lambda texts: (texts / "00.txt").unlink(),
+    "one more": lambda texts: (texts / "40.txt").write_text("x"),
+    "joined": joined,
+}
+
+
+def test_a_command_that_is_done_says_so_and_changes_nothing(texts, tmp_path, capsys):
+    flags = ("--input", texts, "--shard-tokens", 8000)
+    assert prepare(tmp_path / "data", *flags) == 0
+    files, before = (lambda: {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*")}), {}
+    before = files()
+    totals = capsys.readouterr().out.splitlines()
+    assert prepare(tmp_path / "data", *flags, "--workers", 1) == 0
+    assert capsys.readouterr().out == f"already complete: {'; '.join(totals)}\n"
+    assert " documents, " in totals[0] and " tokens" in totals[0]
+    assert totals[-1] == f"ready: python train_gpt2.py --data-dir {tmp_path / 'data'}"
+    for other in (("--seed", 7), ("--shard-tokens", 9000), ("--val-fraction", 0.02)):
+        assert prepare(tmp_path / "data", *flags, *other) == 2
+        assert "exists; name another" in capsys.readouterr().err
+    assert {f: time for f, time in files().items() if f != tmp_path} == {
+        f: time for f, time in before.items() if f != tmp_path
+    }
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_folder_of_other_input_is_refused_and_kept(other, texts, tmp_path, capsys):
+    flags = ("--input", texts, "--shard-tokens", 8000)
+    assert prepare(tmp_path / "data", *flags) == 0
+    before = content(tmp_path / "data")
+    OTHERS[other](texts)
+    assert prepare(tmp_path / "data", *flags) == 2
+    error = capsys.readouterr().err
+    assert "exists; name another: it is of other input or other flags" in error
+    assert before == content(tmp_path / "data") and error.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["data", "texts"]
+
+
+def test_a_folder_that_lost_a_shard_is_not_complete(texts, tmp_path, capsys):
+    flags = ("--input", texts, "--shard-tokens", 8000)
+    assert prepare(tmp_path / "data", *flags) == 0
+    (tmp_path / "data" / "train_000001.bin").unlink()
+    assert prepare(tmp_path / "data", *flags) == 2
+    assert "train_000001.bin is not a whole token shard" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(texts, tmp_path, capsys):
+    (tmp_path / "data").write_text("mine")
+    assert prepare(tmp_path / "data", "--input", texts) == 2
+    assert "data exists; name another" in capsys.readouterr().err
+    assert (tmp_path / "data").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["data", "texts"]
+
+
+ARGPARSES = [  # mistakes that argparse finds
+    "--input", "--data-dir", "--shards x", "--shards 1.5", "--val-fraction 1e", "--tokenizer gpt4",
+    "--download", "--download imagenet", "--verify=yes", "book.txt", "--inputs a", "--val-tokens x",
+    "--seed", "-x", "--no-input",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ARGPARSES)
+def test_a_mistake_that_argparse_finds_is_one_line_without_usage(line, capsys):
+    check_mistake(line.split(), capsys)
+    assert prepare_data.main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert "usage" not in error and ("see --help" in error or "did you mean" in error)
+
+
 def test_an_existing_folder_is_refused_and_kept(texts, capsys):
     before = content(texts)
     assert prepare(texts, "--input", texts) == 2
@@ -256,7 +332,7 @@ def test_validation_is_drawn_by_document_and_by_seed(tmp_path):
     drawn, lines = set(), [b"%d" % n for n in range(1000)]
     for seed in range(5):
         args = prepare_data.parse_args(["--val-fraction", "0.5", "--seed", str(seed)])
-        found = list(prepare_data.batches(([line] for line in lines), args, Counter()))
+        found = list(prepare_data.batches(([line] for line in lines), args, inputs.Tally()))
         texts = {split: [text for b in found if b.split == split for _, text in b.parts]
                  for split in ("train", "val")}  # fmt: skip
         assert sorted(texts["train"] + texts["val"]) == sorted(lines)  # so none is in both
@@ -303,6 +379,46 @@ def test_of_a_single_document_validation_is_enough_or_it_is_refused(size, tmp_pa
     assert [manifest[s]["bytes"] for s in ("train", "val")] == [size - num_val, num_val]
 
 
+def num_val_tokens(folder: Path) -> int:
+    return sum(shard.num_tokens for shard in open_folder(folder).val)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
+def test_val_tokens_are_about_as_many(tokenizer, tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [{"text": "word and " * rng.integers(2, 30)} for _ in range(20_000)]
+    jsonl(tmp_path / "a.jsonl", *lines)
+    flags = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--workers", 0)
+    for count in (50_000, 100_000):
+        assert prepare(tmp_path / f"{count}", *flags, "--val-tokens", count) == 0
+        assert num_val_tokens(tmp_path / f"{count}") == pytest.approx(count, rel=0.15)
+    assert prepare(tmp_path / "workers", *flags, "--val-tokens", count, "--workers", 2) == 0
+    assert content(tmp_path / "workers") == content(tmp_path / f"{count}")
+
+
+@pytest.mark.parametrize("count", [2, 1000, 5000, 10_000])
+def test_of_a_single_document_val_tokens_are_the_last(count, tmp_path):
+    book = (bytes(range(97, 123)) * 1000)[:20_100]
+    (tmp_path / "book.txt").write_bytes(book)
+    flags = ("--input", tmp_path / "book.txt", "--shard-tokens", 3000, "--val-tokens", count)
+    assert prepare(tmp_path / "data", *flags) == 0
+    data = open_folder(tmp_path / "data")
+    assert stream(data.val) == [*book[-count:]]
+    assert stream(data.train) == [256, *book[:-count]]
+    assert prepare(tmp_path / "data", "--verify") == 0
+
+
+def test_val_tokens_beyond_half_of_the_input_are_refused(tmp_path, capsys):
+    (tmp_path / "book.txt").write_bytes(b"abc" * 1000)
+    flags = ("--input", tmp_path / "book.txt", "--data-dir", tmp_path / "data", "--val-tokens")
+    check_mistake([*map(str, flags), "1501"], capsys)
+    assert prepare_data.main([*map(str, flags), "1501"]) == 2
+    assert "1,501 are more than half of the input, which has about 3,000" in capsys.readouterr().err
+    line = ["--val-tokens", "5", "--val-fraction", "0.01"]  # its default, but typed
+    assert prepare_data.main(line) == 2
+    assert "not allowed together: --val-fraction --val-tokens" in capsys.readouterr().err
+
+
 def test_a_flipped_bit_is_found_by_verify_and_by_the_loader(texts, tmp_path, capsys):
     folder = tmp_path / "data"
     assert prepare(folder, "--input", texts, "--shard-tokens", 10_000) == 0
@@ -339,11 +455,10 @@ def test_a_dry_run_writes_nothing_and_its_estimate_is_near(kind, texts, tmp_path
 # Killed and repeated
 
 
-@pytest.mark.parametrize("val_fraction", [0.3, 0], ids=["val drawn", "val from the end"])
-def test_killed_at_any_write_the_same_command_goes_on(
-    val_fraction, texts, tmp_path, monkeypatch, capsys
-):
-    flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", val_fraction)
+@pytest.mark.parametrize("val", ["fraction=0.3", "fraction=0", "tokens=9000", "tokens=100"])
+def test_killed_at_any_write_the_same_command_goes_on(val, texts, tmp_path, monkeypatch, capsys):
+    """Where validation is drawn, and where it is the end."""
+    flags = ("--input", texts, "--shard-tokens", 1024, f"--val-{val}")
     monkeypatch.setattr(inputs, "PIECE", 350)
     assert prepare(tmp_path / "whole", *flags) == 0
     named = prepare_data.read_manifest(tmp_path / "whole")
@@ -544,6 +659,60 @@ def test_a_disk_that_fails_is_exit_code_6(number, texts, tmp_path, monkeypatch, 
     assert os.strerror(number) in capsys.readouterr().err
 
 
+def full_disk(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace", "open", "rename"])
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
+    function, texts, tmp_path, monkeypatch, capsys
+):
+    """Also where a preparation goes on whose shards are read first."""
+    flags = ("--input", texts, "--shard-tokens", 8000)
+    assert prepare(tmp_path / "whole", *flags) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "data.unfinished")
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, full_disk)
+            capsys.readouterr()
+            assert prepare(tmp_path / "data", *flags) == 6
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and error.startswith("prepare_data.py: error: ")
+        assert os.strerror(errno.ENOSPC) in error and "the same command goes on" in error
+        names = set(os.listdir(tmp_path / "data.unfinished")) - {"lock"}
+        assert names == set(os.listdir(tmp_path / "whole"))  # nothing is thrown away
+    assert prepare(tmp_path / "data", *flags) == 0
+    assert content(tmp_path / "data") == content(tmp_path / "whole")
+
+
+def test_a_disk_that_cannot_be_read_is_exit_code_6(texts, tmp_path, monkeypatch, capsys):
+    def failing(text: bytes):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    jsonl(tmp_path / "a.jsonl.gz", {"text": "a"})
+    monkeypatch.setattr(inputs.gzip, "open", failing)
+    assert prepare(tmp_path / "data", "--input", tmp_path / "a.jsonl.gz") == 6
+    assert "a.jsonl.gz can't be read: " in capsys.readouterr().err
+
+
+def test_a_full_disk_of_the_vocabulary_is_exit_code_6(texts, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tiktoken")
+    prepare_data.gpt2_tokenizer.cache_clear()
+    monkeypatch.setattr("tiktoken.get_encoding", full_disk)
+    assert prepare(tmp_path / "data", "--input", texts, "--tokenizer", "gpt2") == 6
+    assert "no network" not in capsys.readouterr().err
+
+
+def test_a_full_disk_during_a_download_is_exit_code_6(server, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        assert download(tmp_path / "data", server) == 6
+    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
+    assert not list((tmp_path / "data").glob("*.bin"))
+    assert download(tmp_path / "data", server) == 0
+    assert is_good(tmp_path / "data", server)
+
+
 def test_a_killed_run_does_not_read_its_own_shards(texts, tmp_path, monkeypatch):
     monkeypatch.chdir(texts)
     flags = ("--input", ".", "--shard-tokens", 1024)
@@ -552,6 +721,7 @@ def test_a_killed_run_does_not_read_its_own_shards(texts, tmp_path, monkeypatch)
         with pytest.raises(Killed):
             prepare(Path("zz"), *flags)
     assert prepare(Path("zz"), *flags) == 0
+    assert prepare(Path("zz"), *flags) == 0  # nor once it is done
     monkeypatch.chdir(tmp_path)
     assert (
         prepare(tmp_path / "whole", "--input", texts.name + "/*.txt", "--shard-tokens", 1024) == 0
@@ -679,7 +849,7 @@ def is_good(folder: Path, server, shards: int = 1) -> bool:
     """Whether folder holds the server's shards and nothing else, and the trainer's loader and
     --verify find them whole."""
     files = content(folder)
-    del files["manifest.json"], files["lock"]
+    del files["manifest.json"]
     data = open_folder(folder)
     whole = (data.tokenizer, data.largest_id < 50257, prepare(folder, "--verify")) == (
         "gpt2",
@@ -772,7 +942,44 @@ def test_what_is_no_shard_is_refused_in_one_line_and_not_kept(page, server, tmp_
     assert download(tmp_path / "data", server) == 2
     error = capsys.readouterr().err
     assert why in error and error.count("\n") == 1 and len(server.begins) == 1
-    assert set(os.listdir(tmp_path / "data")) <= {"lock"}
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_download_that_fails_leaves_only_what_was_there_or_is_whole(server, tmp_path, capsys):
+    folder = tmp_path / "new" / "deep" / "data"
+    server.faults = ["404"]
+    assert download(folder, server) == 2
+    assert os.listdir(tmp_path) == []
+    folder.mkdir(parents=True)
+    server.faults = ["404"]
+    assert download(folder, server) == 2
+    assert content(folder) == {}  # it was there
+    server.faults = ["", "404"]
+    assert download(folder, server) == 2
+    assert sorted(os.listdir(folder)) == [NAMES[0], "manifest.json"]
+    before = content(folder)
+    server.begins.clear()
+    assert download(folder, server) == 0
+    assert len(server.begins) == 1 and content(folder)[NAMES[0]] == before[NAMES[0]]
+
+
+def test_a_download_that_is_done_says_so_and_asks_nobody(server, tmp_path, capsys):
+    assert download(tmp_path / "data", server) == 0
+    before, num_asked = content(tmp_path / "data"), len(server.begins)
+    totals = capsys.readouterr().out.splitlines()
+    assert download(tmp_path / "data", server) == 0
+    assert capsys.readouterr().out == f"already complete: {'; '.join(totals)}\n"
+    assert "300,000 tokens" in totals[0] and totals[-1].startswith("ready: python train_gpt2.py")
+    assert content(tmp_path / "data") == before and len(server.begins) == num_asked
+    flags = ("--download", "fineweb-edu", "--shards", 1, "--mirror", "x")
+    assert prepare(tmp_path / "data", *flags) == 2
+    assert f"holds {NAMES[0]}; name another" in capsys.readouterr().err
+    assert content(tmp_path / "data") == before
+    assert download(tmp_path / "data", server, 2) == 0  # more of the same
+    assert capsys.readouterr().out.startswith("train: 600,000 tokens")
+    (tmp_path / "data" / NAMES[1]).unlink()
+    assert download(tmp_path / "data", server, 2) == 0
+    assert capsys.readouterr().out.startswith("train: 600,000 tokens")
 
 
 def test_a_shard_that_is_there_is_not_fetched_again(server, tmp_path):
