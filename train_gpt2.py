@@ -12,10 +12,12 @@ __launcher__ = os.getppid()  # before torch is imported, which takes longer than
 import math
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -23,21 +25,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dataloader import VOCAB_SIZES, ShardLoader
+from dataloader import ShardLoader
 from model import GPT, SHAPES, GPTConfig
-from support import corpus, device, evaluate, folder, guard, log, ranks, text, watch, weights
-from support.checkpoint import checkpoints, is_good, newest_checkpoint
+from support import corpus, device, evaluate, folder, guard, log, ranks, report, text, weights
+from support.checkpoint import checkpoints, newest_checkpoint
 from support.corpus import TokenFolder
-from support.files import missing_vocab
-from support.flags import check_flags, flag, known, make_parser, parse, spell
+from support.flags import check_flags, flag, groups, known, make_parser, parse, spell, up_to
 from support.folder import TrainState
 from support.optimizer import Optimizer, SharedOptimizer
 from support.questions import Example, open_examples
 from support.ranks import World
+from support.synonyms import SYNONYMS
+from support.watch import Watcher, due
 from support.weights import Source
 
-# --------------------------------------------------------------------------------------------------
-# Flags: each is declared once, with its type, default and help. The story begins with main, below
+# ---- Flags, each declared once, with type, default and help. The story begins with main, below
+
+SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class TrainConfig:
     save_every: int = flag(250, "steps between checkpoints; 0: only at the end", 0)
     keep: int = flag(2, "good checkpoints to keep, and the one with the best validation", 2)
     check_every: int = flag(100, "steps between checks that all ranks hold the same weights", 1)
+    device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
     timeout_s: int = flag(900, "seconds without any progress after which a run ends; 0: never", 0)
     deterministic: bool = flag(False, "the same bits each time on a GPU too, more slowly")
 
@@ -59,7 +64,7 @@ class TrainConfig:
     shuffle: bool = flag(True, "a new order of the sequences in each epoch, not the disk's")
     seq_len: int = flag(1024, "tokens per sequence", 1)
     batch_tokens: int = flag(524_288, "tokens per optimizer step, over all ranks", 1)
-    eval_tokens: int = flag(10_485_760, "validation tokens, at most all there are", 1, 2**63 - 1)
+    eval_tokens: int = flag(10_485_760, "validation tokens, at most all; 0: none", 0, 2**63 - 1)
 
     n_layer: int = flag(12, "transformer blocks", 1, group="network")
     n_head: int = flag(12, "attention heads per block", 1)
@@ -77,20 +82,24 @@ class TrainConfig:
     skip_nonfinite: int = flag(0, "steps to leave out, not applied, whose loss is not finite", 0)
 
     eval_every: int = flag(250, "steps between validations; 0: at both ends", 0, group="watching")
+    log_every: int = flag(1, "steps between lines of the terminal; log.jsonl has every step", 1)
     hellaswag: str = flag("", "multiple-choice questions, written by prepare_data.py or llm.c")
     hellaswag_every: int = flag(0, "steps between asking; 0: at the end", 0, needs="hellaswag")
     tensorboard: bool = flag(False, "write the log for TensorBoard too")
+    wandb: bool = flag(False, "write the log for Weights & Biases too")
     profile: bool = flag(False, "write what the third step does, or the last, as a Chrome trace")
 
     sample_every: int = flag(0, "steps between samples; 0: only at the end", 0, group="samples")
-    num_samples: int = flag(1, "samples each time", 1)
-    sample_tokens: int = flag(200, "tokens of a sample", 1)
+    num_samples: int = flag(1, "samples each time; 0: none", 0)
+    sample_tokens: int = flag(200, "tokens of a sample; 0: no samples", 0)
     prompt: str = flag("", "how a sample begins; none: as a document does")
     temperature: float = flag(0.8, "above 1 samples are bolder, below tamer, at 0 greedy", 0)
     top_k: int = flag(50, "draw among so many likeliest tokens; 0: all", 0)
     top_p: float = flag(1.0, "draw among the fewest tokens that have this share", 0, 1)
 
-    tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores", group="speed-ups")
+    speed_ups: str = flag("all", "those up to this one alone, as the lecture adds them",
+                          choices=("none", *SPEED_UPS, "all"), group="speed-ups")  # fmt: skip
+    tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores")
     bf16: bool = flag(True, "speed-up 2: bfloat16 in the forward pass where it is safe (autocast)")
     compile: bool = flag(True, "speed-up 3: torch.compile")
     flash: bool = flag(True, "speed-up 4: attention in one fused kernel")
@@ -108,6 +117,7 @@ class TrainConfig:
 
     eval_only: bool = flag(False, "validate the weights, train nothing", group="other modes")
     sample_only: bool = flag(False, "sample from the weights, train nothing")
+    dry_run: bool = flag(False, "say what the run takes, from ten passes, and write nothing")
     export: str = flag("", "new folder for the weights in Hugging Face's format, train nothing")
 
     def __post_init__(self):
@@ -132,29 +142,23 @@ class TrainConfig:
     def num_micro(self, num_ranks: int) -> int:
         """Micro-batches of each rank in a step; ValueError if that is not a whole number."""
         if self.zero and num_ranks == 1:
-            raise ValueError("--zero shares out among ranks, this is 1: use torchrun, or leave it")
-        B, T, tokens = max(1, self.micro_batch_size), self.seq_len, self.batch_tokens
-        num_micro, rest = divmod(tokens, per_pass := B * T * num_ranks)
-        if rest:
-            why = f"is not a multiple of {per_pass} = --micro-batch-size {B} * --seq-len {T}"
-            below = f"{tokens - rest} or " if num_micro else ""
-            cure = f"try --batch-tokens {below}{tokens - rest + per_pass}"
-            raise ValueError(f"--batch-tokens {tokens} {why} * {num_ranks} ranks: {cure}")
-        return num_micro
+            raise ValueError("--zero shares out among ranks, this is 1: use torchrun, or --no-zero")
+        B = max(1, self.micro_batch_size)
+        return ranks.num_micro(self.batch_tokens, B, self.seq_len, num_ranks)
 
 
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
 NETWORK_FLAGS = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
 SAMPLE_FLAGS = ("prompt", "sample_tokens", "temperature", "top_k", "top_p")
 RATE_FLAGS = ("steps", "warmup_steps", "learning_rate", "cosine", "decay_to")
-# A resumed run may change any flag, and is told which. Not FIXED; untold; and what moves last bits:
+# A resumed run may change any flag, and is told which. Not FIXED; what moves last bits; and untold:
+GROUPS = groups(TrainConfig)
 FIXED = ("model", "seed", "shuffle", "muon", *SHAPE_FLAGS)
-UNSEEN = ("data_dir", "out_dir", "resume", "init_from", "eval_every", "eval_tokens", "save_every",
-          "keep", "check_every", "timeout_s", "hellaswag", "hellaswag_every", "sample_every",
-          "num_samples", *SAMPLE_FLAGS, "tensorboard", "eval_only", "sample_only", "export",
-          "profile")  # fmt: skip
-ROUNDING = ("micro_batch_size", "tf32", "bf16", "compile", "flash", "fused", "deterministic",
-            "compile_mode", "bf16_residual", "fp16", "recompute", "loss_chunk_tokens")  # fmt: skip
+ROUNDING = {*GROUPS["speed-ups"], *GROUPS["memory"], "deterministic"}
+ROUNDING -= {"speed_ups", "pad_vocab", "zero"}
+UNSEEN = {"data_dir", "eval_tokens", "speed_ups", *GROUPS["run"], *GROUPS["watching"],
+          *GROUPS["samples"], *GROUPS["other modes"]} - {*FIXED, *ROUNDING}  # fmt: skip
+ONCE = {"out_dir", "resume", "device", "profile", "speed_ups", *GROUPS["other modes"]}
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -165,24 +169,25 @@ RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; n
 }
 RECIPES = {model: own | {name: getattr(SHAPES[model], name) for name in SHAPE_FLAGS}
            for model, own in RECIPES.items()}  # fmt: skip
+UNSET = {f.name: f.default for f in fields(TrainConfig)}
 known_flags = partial(known, TrainConfig, warmup_steps=0)  # those in another run's record
 
 
 def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str], Source | None]:
     """The run that a command line asks for, the names of the flags that it gives, and the weights
     that it begins with."""
-    given = parse(make_parser(TrainConfig, __doc__ or "", RECIPES), argv)
+    given = typed = parse(make_parser(TrainConfig, __doc__ or "", RECIPES, SYNONYMS), argv)
+    is_main = os.environ.get("RANK", "0") == "0"
     for name in ("data_dir", "out_dir", "init_from", "hellaswag", "export"):
         if given.get(name) == "":
             raise ValueError(f"{spell(name)} is empty: name one, or leave it out")
-    if given.get("init_from") and given.get("resume") and given.get("out_dir"):
-        own = next(filter(is_good, checkpoints(Path(given["out_dir"]))), None)
-        given["init_from"] = str(own or given["init_from"])  # one that has begun needs no other
-    source = None
-    if "init_from" in given:
-        report = partial(guard.fail, 7, is_main=os.environ.get("RANK", "0") == "0")
-        source = weights.find_source(given["init_from"], report, known_flags)
-        source.check_shape(given)
+    if given.get("resume") and not {"eval_only", "sample_only", "export"} & {*given}:
+        out_dir = folder.choose_out_dir(given.get("out_dir", ""), resume=True)
+        own, told = report.goes_on_with(out_dir, given, known_flags, UNSET, RECIPES, ONCE, ROUNDING)
+        _ = is_main and told and log.show(told)
+        given = own | given
+    tell = partial(guard.fail, 7, is_main=is_main)
+    source = weights.find_source(given, typed, tell, known_flags)
     model = given.get("model", "gpt2" if device_type == "cuda" or source else "nano")
     values = {"model": model} | RECIPES[model]
     if source:  # nanoGPT's values for finetuning
@@ -197,11 +202,11 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     values["warmup_steps"] = min(values.get("warmup_steps", TrainConfig.warmup_steps), steps // 5)
     if given.get("fp16"):
         values["bf16"] = False
+    given = up_to(given.get("speed_ups", "all"), SPEED_UPS) | given
     return TrainConfig(**values | given), set(given), source
 
 
-# --------------------------------------------------------------------------------------------------
-# Speed-ups 1, 2, 3 and DDP; 4 and 5 are in model.py, 6 is in make_optimizer
+# ---- Speed-ups 1, 2, 3 and DDP; 4 and 5 are in model.py, 6 is in make_optimizer
 
 
 def autocast(config: TrainConfig, device: torch.device):
@@ -221,8 +226,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
-# --------------------------------------------------------------------------------------------------
-# One step: the optimizer, its learning rate, and what leads to an update
+# ---- One step: the optimizer, its learning rate, and what leads to an update
 
 
 def make_optimizer(model: GPT, config: TrainConfig, world: World) -> Optimizer:
@@ -269,7 +273,7 @@ def train_step(
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0]))
     loss_sum, bad = torch.zeros((), device=device), torch.zeros(world.size, device=device)
     for micro_step in range(num_micro):
-        world.note(f"micro-step {micro_step + 1} of step {state.step + 1}")
+        world.note(f"micro-step {micro_step + 1}/{num_micro} of step {state.step + 1}")
         batch = state.loader.next_batch()  # pinned for CUDA alone
         x, y = (t.to(device, non_blocking=device.type == "cuda") for t in batch)
         with ranks.gradient_sync(net, enabled=micro_step == num_micro - 1):
@@ -305,8 +309,7 @@ def apply_gradients(state: TrainState, config: TrainConfig, is_finite: Tensor):
     state.scaler.update()
 
 
-# --------------------------------------------------------------------------------------------------
-# The loop
+# ---- The loop
 
 
 @dataclass
@@ -322,7 +325,7 @@ class Run:
     log: Callable
     progress: log.Progress
     saver: folder.Saver
-    watcher: watch.Watcher
+    watcher: Watcher
     lock: list[IO]  # of out_dir, which the main rank holds
 
 
@@ -339,8 +342,8 @@ def train(run: Run, signals: guard.Signals) -> int:
             result = train_step(state, run.net, config, world, asked)
             seconds = time.perf_counter() - start
         log_step(run, result, seconds)
-        saving = result.must_stop or watch.due(state.step, config.save_every, config.steps)
-        if saving or watch.due(state.step, config.check_every, config.steps):
+        saving = result.must_stop or due(state.step, config.save_every, config.steps)
+        if saving or due(state.step, config.check_every, config.steps):
             ranks.check_replicas(state.model, state.step, world)
         if saving:
             save(run, wait=result.must_stop or state.step == config.steps)
@@ -349,6 +352,7 @@ def train(run: Run, signals: guard.Signals) -> int:
                     f" --resume --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
             return 3
         run.watcher.watch()
+    run.log(report.end_text(Path(config.out_dir)), done=state.step)
     return 0
 
 
@@ -359,9 +363,10 @@ def log_step(run: Run, result: StepResult, seconds: float):
 
 def watched(config: TrainConfig) -> dict[str, int]:
     """How often what is watched is due, by its name in the log; 0: at the end."""
-    every = {"val_loss": config.eval_every, "sample": config.sample_every}
+    every = {"val_loss": config.eval_every} if config.eval_tokens else {}
+    every |= {"sample": config.sample_every} if config.num_samples * config.sample_tokens else {}
     every |= {"hellaswag_acc": config.hellaswag_every} if config.hellaswag else {}
-    return every | {"picture": 0}
+    return every | {"picture": config.eval_every}
 
 
 def save(run: Run, wait: bool):
@@ -379,20 +384,18 @@ def save(run: Run, wait: bool):
 
 def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
     """What must not change while a run goes on: its network, optimizer, data, and their order."""
-    order = {name: getattr(config, name) for name in FIXED if name not in SHAPE_FLAGS}
-    facts = {"data_dir": data.fingerprint, "tokenizer": data.tokenizer}
-    return order | facts | asdict(shape)
+    facts = {"data_dir": data.fingerprint, "tokenizer": data.tokenizer} | asdict(shape)
+    return {name: getattr(config, name) for name in FIXED if name not in SHAPE_FLAGS} | facts
 
 
-# --------------------------------------------------------------------------------------------------
-# Starting
+# ---- Starting
 
 
 def set_up(config: TrainConfig, given: set[str], source: Source | None, world: World) -> Run | None:
     """All that train needs, or None if the run is complete. Every mistake in flags or files raises
     here, ValueError or OSError, before anything of the run is written."""
     config.num_micro(world.size)
-    _ = config.tensorboard and log.tensorboard()  # is it there?
+    boards = [getattr(log, name)() for name in ("tensorboard", "wandb") if getattr(config, name)]
     ours = {spell(name): value for name, value in asdict(config).items()}
     products = device.same_products(world.device, config.muon and not config.zero)
     world.agree(ours | products | ranks.code_digest())
@@ -405,6 +408,7 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     saved = own_state(config, out_dir, data, shape, world) if config.resume else None
     if saved and saved["step"] >= config.steps:
         if world.from_main(partial(log.noted, out_dir, saved["step"])) >= watched(config).keys():
+            _ = world.is_main and log.show(report.end_text(out_dir))
             return None
     initial = source.weights(shape) if source and not saved else None
     off = device.why_off(asdict(config), given, world.device)
@@ -412,8 +416,8 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     lock, size = [], 12 * shape.num_params  # weights and two moments, float32
     world.from_main(lambda: lock.append(folder.take(out_dir, config.keep, size, seen)))
     world.note("compiling and warming up")
-    run = build(config, world, data, shape, initial, examples, lock)
-    log_start(run, given, off)
+    run = build(config, world, data, shape, initial, examples, lock, boards)
+    log_start(run, given, off, bool(saved))
     # The first compiles. In the second DDP rearranges its buckets, as after the first backward pass
     # of a process: else a resumed run would sum in another order, and differ in the last bit
     for _ in range(1 if world.size == 1 else 2):
@@ -427,22 +431,16 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
 def open_data(config: TrainConfig, source: Source | None) -> tuple[TokenFolder, GPTConfig]:
     """The data, and the network over its vocabulary, or over that of the weights to begin with;
     ValueError if an id is beyond it."""
-    is_nano, vocab_size = config.model == "nano", SHAPES[config.model].vocab_size
-    as_bytes = source.tokenizer == "bytes" if source else is_nano or missing_vocab()
-    path = config.data_dir or corpus.own_source("bytes" if as_bytes else "gpt2")
-    data = corpus.open_folder(Path(path))
-    if source:
-        vocab_size = source.shape.vocab_size
-    elif is_nano:
-        vocab_size = VOCAB_SIZES.get(data.tokenizer, SHAPES["gpt2"].vocab_size)
-    corpus.check_data(data, config.seq_len, source.tokenizer if source else "", vocab_size)
+    weights_of = (source.tokenizer, source.shape.vocab_size) if source else None
+    known = 0 if config.model == "nano" else SHAPES[config.model].vocab_size
+    data, vocab_size = corpus.choose(config.data_dir, config.seq_len, known, weights_of)
     return data, config.shape(vocab_size)
 
 
 def newest_state(out_dir: Path, world: World) -> tuple[Path, dict] | None:
     """The newest good checkpoint, and what it holds, whose flags this program can have."""
-    report = partial(guard.fail, 7, is_main=world.is_main)
-    return newest_checkpoint(out_dir, report, world.gather, lambda s: known_flags(s["config"]))
+    tell = partial(guard.fail, 7, is_main=world.is_main)
+    return newest_checkpoint(out_dir, tell, world.gather, lambda s: known_flags(s["config"]))
 
 
 def own_state(
@@ -451,17 +449,14 @@ def own_state(
     """What the run goes on from, if there is anything; ValueError if it is another run's."""
     if not (found := newest_state(out_dir, world)):
         return None
-    saved, wanted = found[1], identity(config, shape, data)
-    if ":" not in f"{saved['identity'].get('data_dir')}":  # an older version saved it
-        wanted["data_dir"] = data.old_fingerprint()
-    folder.check_identity({"muon": False} | saved["identity"], wanted, out_dir)  # older: no Muon
+    folder.check_identity(found[1], identity(config, shape, data), data, out_dir)
     # an older version had only the log to tell the best checkpoint by
-    return {"val_losses": log.logged(out_dir, "val_loss")} | saved
+    return {"val_losses": log.logged(out_dir, "val_loss")} | found[1]
 
 
 def build(
     config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig,
-    initial: dict | None, examples: list[Example], lock: list[IO],
+    initial: dict | None, examples: list[Example], lock: list[IO], boards: list[type],
 ) -> Run:  # fmt: skip
     """The network and everything around it, in the state before the first step."""
     model, net, config = make_net(config, world, shape, initial)
@@ -470,19 +465,17 @@ def build(
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
     state = TrainState(model, make_optimizer(model, config, world), loader, scaler)
-    board = log.tensorboard()(out_dir) if config.tensorboard and world.is_main else None
-    tell = log.make_log(out_dir, world.is_main, board)
-    report = partial(guard.fail, 6, is_main=True)
+    tell = log.make_log(out_dir, world.is_main, [b(out_dir) for b in boards * world.is_main])
     dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
     return Run(
         config, world, data, state, net, device.environment(world.device, world.size), tell,
         log.Progress(
-            tell, world.device, config.steps, config.batch_tokens,
+            tell, world.device, config.steps, config.log_every, config.batch_tokens,
             model.flops_per_token() / world.size, device.matmul_tflops(world.device, dtype),
             out_dir if config.profile and world.is_main else None,
         ),
-        folder.Saver(out_dir, config.keep, world.device, tell, report),
-        watch.Watcher(
+        folder.Saver(out_dir, config.keep, world.device, tell, partial(guard.fail, 6)),
+        Watcher(
             state, net, ShardLoader(data.val, *place), config.eval_tokens, data.tokenizer, examples,
             samples=samples(model, data.tokenizer, config, world),
             autocast=partial(autocast, config, world.device), world=world, log=tell,
@@ -503,18 +496,15 @@ def make_net(
             model.load_state_dict(initial)
         return model, speed_up(model.to(world.device), config, world)
 
-    def fits(model: GPT, net: nn.Module, B: int) -> bool:
-        def attempt():
-            _held = device.step_memory(model, world.size if config.zero else 1)
-            with ranks.gradient_sync(net, enabled=False):  # a rank may fail, and none waits for it
-                made_up_pass(net, replace(config, micro_batch_size=B), world)
-
-        return all(world.gather(device.has_memory(attempt)))
+    def attempt(net: nn.Module, B: int):
+        with ranks.gradient_sync(net, enabled=False):  # a rank may fail, and none waits for it
+            made_up_pass(net, replace(config, micro_batch_size=B), world)
 
     if config.micro_batch_size:
         return *make(), config
     B = device.most_sequences(config.num_micro(world.size), config.seq_len, world.device)
-    model, net, B = device.fitting(make, fits, B, world.device, log.show if world.is_main else bool)
+    tell, share = log.show if world.is_main else bool, world.size if config.zero else 1
+    model, net, B = device.fitting(make, attempt, B, share, world, tell)
     return model, net, replace(config, micro_batch_size=B)
 
 
@@ -534,37 +524,28 @@ def samples(model: GPT, tokenizer: str, config: TrainConfig, world: World) -> Ca
     return partial(text.samples, model, tokenizer, config.num_samples, config.seed, **how)
 
 
-def log_start(run: Run, given: set[str], off: dict[str, str]):
+def log_start(run: Run, given: set[str], off: dict[str, str], goes_on: bool):
     """The first record: where this runs, every flag, and who chose it."""
-    config, model, loader, flags = run.config, run.state.model, run.state.loader, asdict(run.config)
-    unused = sum(s.num_tokens for s in loader.shards) - len(loader) * config.seq_len
-    epochs = config.steps * config.batch_tokens / (len(loader) * config.seq_len)
-    chosen = [f.name for f in fields(config) if f.name not in given and flags[f.name] != f.default]
-    record = {"environment": run.environment, "flags": flags, "chosen": chosen, "off": off}
-    record |= dict(epochs=epochs, unused_tokens=unused, matmul_tflops=run.progress.matmul_tflops,
-                   tokenizer=run.data.tokenizer)  # fmt: skip
-    sizes = [(len(g), model.num_elements(g)) for g in (*model.decay_groups(), model.matrices())]
-    run.log(log.start_text(record, sizes, len(loader)), **record)
+    facts = {"environment": run.environment, "flags": asdict(run.config), "off": off}
+    facts |= {"tokenizer": run.data.tokenizer, "matmul_tflops": run.progress.matmul_tflops}
+    facts |= {"goes_on": goes_on}
+    text, record = report.start(facts, given, UNSET, run.state.model, run.state.loader)
+    run.log(text, **record)
 
 
 def log_resume(run: Run, saved: dict):
     """Where the run goes on, which flags are not those it was saved with, and what keeps it from
     being the uninterrupted run bit for bit."""
-    step, env = run.state.step, run.environment
-    was = {f.name: f.default for f in fields(run.config)}  # an older version has fewer flags
-    was |= saved["config"] | saved["environment"]
+    step, env, was = run.state.step, run.environment, UNSET | saved["config"]  # older: fewer flags
     now = {name: value for name, value in asdict(run.config).items() if name not in UNSEEN}
-    names = ("torch", "threads", "ranks") + ("device_name",) * ("digest" in saved)
-    now |= {name: env[name] for name in names if was.get(name)}
-    changed = {name: value for name, value in now.items() if was.get(name) != value}
+    changed = report.changes(was | saved["environment"], now, env, "digest" in saved)
     then = replace(run.config, **{name: was[name] for name in RATE_FLAGS})
     rates = learning_rate(min(step, then.steps), then), learning_rate(step, run.config)
-    words = log.resume_text(step, was, changed, env, ROUNDING, rates, "digest" in saved)
-    run.log(words, resumed=step, changed=changed)
+    words = report.resume_text(step, changed, env, ROUNDING, rates, "digest" in saved)
+    run.log(words, resumed=step, changed={name: new for name, (_, new) in changed.items()})
 
 
-# --------------------------------------------------------------------------------------------------
-# Without training, and the program
+# ---- Without training, and the program
 
 
 def as_saved(
@@ -604,9 +585,7 @@ def use_weights(config: TrainConfig, source: Source, world: World) -> int:
         asked = replace(config, seq_len=T, model=source.flags.get("model", "gpt2"))
         data = world.from_main(lambda: open_data(asked, source))[0]
         examples = open_examples(config.hellaswag, source.shape.vocab_size, data.tokenizer)
-        B = device.eval_sequences(T, world.device)
-        loader = ShardLoader(data.val, B, T, world.rank, world.size)
-        how = loader, config.eval_tokens, data.tokenizer, examples, world
+        how = data.val, T, config.eval_tokens, data.tokenizer, examples, world
         words = evaluate.report(model, *how, partial(autocast, config, world.device))
         tell(f"{source.path}, {words}")
     if config.sample_only and world.is_main:
@@ -626,15 +605,36 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_program(argv: list[str], signals: guard.Signals) -> int:
-    world = ranks.find_world(dict(os.environ), torch.cuda.device_count())
+    kind = parse(make_parser(TrainConfig, "", RECIPES, SYNONYMS), argv).get("device", "auto")
+    world = ranks.find_world(dict(os.environ), torch.cuda.device_count(), kind)
     config, given, source = parse_args(argv, world.device.type)
     torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
     watchdog = guard.Watchdog(config.timeout_s, world.rank, world.size, torchrun)
     with watchdog, ranks.process_group(world, config.timeout_s):
-        world = replace(world, note=watchdog.note)
+        world = replace(world, note=report.Status(watchdog.note, world.is_main))
         if config.eval_only or config.sample_only or config.export:
             return use_weights(*as_saved(config, given, source, world), world)
+        if config.dry_run:
+            return try_out(config, given, source, world)
         return set_up_and_train(world, signals, config, given, source)
+
+
+def try_out(config: TrainConfig, given: set[str], source: Source | None, world: World) -> int:
+    """--dry-run: what a run would take, from ten passes in a folder that goes away."""
+    with TemporaryDirectory() as empty:
+        out_dir = world.from_main(lambda: empty)
+        own = replace(config, resume=False, out_dir=out_dir, wandb=False)
+        run = set_up(own, given, source, world)
+        size, count = (run.config.micro_batch_size, own.seq_len), run.config.num_micro(world.size)
+        one = replace(run.config, batch_tokens=math.prod(size) * world.size)
+        step = partial(train_step, run.state, run.net, one, world, bool)
+        seconds, peak = (
+            timeit.repeat(step, repeat=10, number=1),
+            device.peak_memory_mib(world.device),
+        )
+        tell = log.show if world.is_main else bool
+        tell(report.needs(run.state.model, seconds, own.steps * count, size, peak, own.keep))
+    return 0
 
 
 def set_up_and_train(world: World, signals: guard.Signals, *command) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(machine.REPO))
 from dataloader import shard_header
+from model import SHAPES
 
 CXX = os.environ.get("CXX", "g++")
 PROGRAM = machine.REPO / "tests" / "fake_gpu.py"
@@ -75,17 +76,21 @@ def on_gpu(stand_in: Path, *flags: str, gib: float = 1000, capability: str = "9.
 
 
 def step(stand_in: Path, data: Path, model: str, flags: tuple[str, ...], B: int = 0, **how) -> dict:
-    """A step of two passes of B sequences, or of 64 sequences in passes that fit."""
-    size = (f"--micro-batch-size={B}", f"--batch-tokens={1024 * (2 * B or 64)}", "--steps=1")
+    """Two steps, since the first has no moments yet, of two passes of B sequences each, or of 64
+    sequences in passes that fit."""
+    size = (f"--micro-batch-size={B}",) if B else ()
+    size += (f"--batch-tokens={1024 * (2 * B or 64)}", "--steps=2")
     line = (f"--model={model}", f"--data-dir={data}", "--eval-tokens=8192", "--sample-tokens=1")
     return on_gpu(stand_in, *line, *size, *flags, **how)
 
 
 def fitting(rows: list[dict], gib: float) -> dict[str, int]:
-    """For a card of so many GiB the most sequences in a pass, by model and flags."""
+    """For a card of so many GiB the most sequences in a pass, by model and flags. A run tries them
+    with the gradients in memory twice, to leave room."""
     found = {}
     for row in rows:
-        if row["peak_mib"] <= 1024 * (gib - HEADROOM):
+        gradients_mib = 4 * SHAPES[row["model"]].num_params / 2**20
+        if row["peak_mib"] + gradients_mib <= 1024 * (gib - HEADROOM):
             name = " ".join([row["model"], *row["flags"]])
             found[name] = max(found.get(name, 0), row["B"])
     return found

@@ -25,12 +25,13 @@ from dataloader import (
     EVAL_MAGIC,
     HEADER_BYTES,
     PREPARE,
+    VOCAB_SIZES,
     Shard,
     ShardLoader,
     open_shard,
     shard_header,
 )
-from support.files import sha256_of, whole_file
+from support.files import missing_vocab, sha256_of, whole_file
 
 MANIFEST = "manifest.json"
 
@@ -196,6 +197,20 @@ def find(path: Path, split: str) -> list[Shard]:
 def holds_examples(path: Path) -> bool:
     """Whether path is a file of questions, told by its content: hellaswag_val.bin is no shard."""
     return path.is_file() and np.fromfile(path, "<i4", 1).tolist() == [EVAL_MAGIC]
+
+
+def choose(
+    data_dir: str, seq_len: int, vocab_size: int, weights: tuple[str, int] | None
+) -> tuple[TokenFolder, int]:
+    """The data in data_dir, or without one Python's own source, and how many tokens a network over
+    it knows: vocab_size, 0 for as many as the data, or weights', of which their tokenizer and that
+    number are given. ValueError if an id is beyond it."""
+    tokenizer, known = weights or ("", vocab_size)
+    as_bytes = tokenizer == "bytes" if weights else not vocab_size or missing_vocab()
+    data = open_folder(Path(data_dir or own_source("bytes" if as_bytes else "gpt2")))
+    known = known or VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
+    check_data(data, seq_len, tokenizer, known)
+    return data, known
 
 
 def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int):

@@ -174,12 +174,6 @@ def limit_memory(device: torch.device):
         torch.cuda.set_per_process_memory_fraction(min(1.0, most), device)
 
 
-def eval_sequences(seq_len: int, device: torch.device) -> int:
-    """How many sequences a pass has that needs no gradients: 32 on a GPU, else up to 4,096
-    tokens."""
-    return 32 if device.type == "cuda" else max(1, 4096 // seq_len)
-
-
 def most_sequences(sequences: int, seq_len: int, device: torch.device) -> int:
     """The largest power of two that divides so many sequences: on a GPU up to 64, to be tried,
     elsewhere up to 4,096 tokens."""
@@ -188,16 +182,25 @@ def most_sequences(sequences: int, seq_len: int, device: torch.device) -> int:
 
 
 def fitting(
-    make: Callable, fits: Callable, B: int, device: torch.device, tell: Callable
+    make: Callable, attempt: Callable, B: int, share: int, world, tell: Callable
 ) -> tuple[nn.Module, nn.Module, int]:
     """What make makes, a model and what it was sped up to, and the largest of B, B / 2, ...
-    sequences for which both fit; OutOfMemoryError if not even one does. A GPU is asked with the
-    plain model first, which takes no compiling."""
-    limit_memory(device)
+    sequences with which an attempt at a pass fits on every rank, beside its share of the moments;
+    OutOfMemoryError if not even one does. A GPU is asked with the plain model first, which takes no
+    compiling."""
+
+    def fits(net: nn.Module) -> bool:
+        def hold_and_try():
+            _held = step_memory(model, share)
+            attempt(net, B)
+
+        return all(world.gather(has_memory(hold_and_try)))
+
+    limit_memory(world.device)
     model, net = make()
-    while device.type == "cuda" and B > 1 and not fits(model, model, B):
+    while world.device.type == "cuda" and B > 1 and not fits(model):
         B //= 2
-    while not fits(model, net, B):
+    while not fits(net):
         if B == 1:
             raise torch.OutOfMemoryError("not even one sequence")
         tell(f"--micro-batch-size {B} does not fit after all: trying {B // 2}")

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dataloader import ShardLoader
+from dataloader import Shard, ShardLoader
 from model import GPT
 from support.questions import Example, choice_losses, right_answers
 from support.text import bytes_per_token, codec
@@ -45,7 +45,7 @@ def validation(
     def own_losses() -> Tensor:
         loss_sum = torch.zeros((), device=world.device)
         for start in range(0, len(mine), loader.B):
-            world.note("validation")
+            world.note(f"validation {start // loader.B + 1}/{-(-len(mine) // loader.B)}")
             numbers = mine[start : start + loader.B]
             x, y = (t.to(world.device) for t in loader.batch(numbers))
             with autocast():
@@ -90,14 +90,18 @@ def in_words(figures: dict[str, float]) -> str:
 
 
 def report(
-    model: GPT, loader: ShardLoader, eval_tokens: int, tokenizer: str, examples: list[Example],
-    world, autocast: Callable,
+    model: GPT, shards: list[Shard], T: int, eval_tokens: int, tokenizer: str,
+    examples: list[Example], world, autocast: Callable,
 ) -> str:  # fmt: skip
-    """Validation and answers in words."""
-    figures = validation(model, model, loader, eval_tokens, tokenizer, world, autocast)
-    num_tokens = num_sequences(loader, eval_tokens) * loader.T
-    words = f"{num_tokens:,} validation tokens: {in_words(figures)}"
+    """Validation over sequences of T tokens, and answers, in words."""
+    B = 32 if world.device.type == "cuda" else max(1, 4096 // T)
+    loader = ShardLoader(shards, B, T, world.rank, world.size)
+    words = []
+    if eval_tokens:
+        figures = validation(model, model, loader, eval_tokens, tokenizer, world, autocast)
+        num_tokens = num_sequences(loader, eval_tokens) * loader.T
+        words += [f"{num_tokens:,} validation tokens: {in_words(figures)}"]
     if examples:
         shares = in_words(answers(model, examples, tokenizer, world, autocast))
-        words += f"\n{len(examples):,} questions: {shares}"
-    return words
+        words += [f"{len(examples):,} questions: {shares}"]
+    return "\n".join(words)

@@ -19,6 +19,15 @@ def flag(default, help: str, least: float = -math.inf, most: float | None = None
     return field(default=default, metadata={"help": help, "group": group} | limits)
 
 
+def groups(kind: type) -> dict[str, list[str]]:
+    """The names of the flags of each group of --help."""
+    found, group = {}, ""
+    for f in fields(kind):
+        group = f.metadata["group"] or group
+        found.setdefault(group, []).append(f.name)
+    return found
+
+
 def spell(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -53,11 +62,16 @@ def known(kind: type, found: dict, **neutral) -> dict:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake as every other one of this program is: ValueError, one line, the cure."""
+    """Reports a mistake as every other one of this program is: ValueError, one line, the cure.
+    synonyms say what the flags of other programs are called here."""
+
+    synonyms: dict[str, str] = {}
 
     def error(self, message: str):
-        unknown = re.search(r"unrecognized arguments: (--\S+)", message)
-        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, 1)
+        found = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+        if found and found[1] in self.synonyms:
+            raise ValueError(f"{found[1]} is called otherwise here: {self.synonyms[found[1]]}")
+        near = found and difflib.get_close_matches(found[1], self._option_string_actions, 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise ValueError(f"{message}; {hint}")
 
@@ -69,13 +83,16 @@ def default_text(name: str, default, recipes: dict[str, dict]) -> str:
     return "; ".join(["none" if default in ("", ()) else str(default), *others])
 
 
-def make_parser(kind: type, doc: str, recipes: dict[str, dict]) -> OneLineParser:
+def make_parser(
+    kind: type, doc: str, recipes: dict[str, dict], synonyms: dict[str, str] | None = None
+) -> OneLineParser:
     """For the flags of kind, which a recipe gives other defaults. doc is a program's: --help begins
     with its first line, and ends with the others."""
     description, _, epilog = doc.partition("\n")
     parser = OneLineParser(usage="%(prog)s [flags]", description=description, epilog=epilog,
                            allow_abbrev=False,
                            formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.synonyms = synonyms or {}
     for f in fields(kind):
         if title := f.metadata["group"]:
             group = parser.add_argument_group(title)
@@ -95,3 +112,12 @@ def parse(parser: OneLineParser, argv: list[str]) -> dict:
     plain = [re.sub(r"^--[\w-]+", lambda m: m[0].replace("_", "-"), arg) for arg in argv]
     plain = [re.sub(r"^--([\w-]+)=False$", r"--no-\1", arg) for arg in plain]
     return vars(parser.parse_args([re.sub(r"^(--[^=]+)=True$", r"\1", arg) for arg in plain]))
+
+
+def up_to(last: str, names: tuple[str, ...]) -> dict[str, bool]:
+    """Of flags that build on each other: last on, and those behind it off; nothing for "all"."""
+    if last == "all":
+        return {}
+    own = [name.replace("-", "_") for name in names]
+    num_on = ("none", *names).index(last)
+    return dict.fromkeys(own[num_on:], False) | dict.fromkeys(own[num_on - 1 : num_on], True)

@@ -59,8 +59,12 @@ def take(out_dir: Path, keep: int, size: int, seen: list[Path]) -> IO:
     return lock
 
 
-def check_identity(saved: dict, wanted: dict, out_dir: Path):
-    """ValueError if the flags or the data ask for another run than the one that was saved."""
+def check_identity(saved: dict, wanted: dict, data, out_dir: Path):
+    """ValueError if the flags or the data ask for another run than the one that was saved, by an
+    older version perhaps: its fingerprint of the data has no colon, and it had no Muon."""
+    saved = {"muon": False} | saved["identity"]
+    if ":" not in f"{saved.get('data_dir')}":
+        wanted = wanted | {"data_dir": data.old_fingerprint()}
     for name, value in wanted.items():
         if saved.get(name) != value:
             flag = "--" + name.replace("_", "-")

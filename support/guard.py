@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from tqdm import tqdm
+
 from support.device import is_out_of_memory
 from support.files import DISK_ERRORS
 
@@ -150,13 +152,14 @@ def explained(error: BaseException) -> tuple[int, str]:
     raise error
 
 
-def fail(code: int, why: str, is_main: bool) -> int:
+def fail(code: int, why: str, is_main: bool = True) -> int:
     """Say why on one line of at most 300 characters, whose end has the cure, from one rank, and
     return the exit code. What is not to be seen, or turns the line round, is escaped."""
     line = " ".join(["train_gpt2.py:", *why.split()])
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     if is_main:
         with suppress(OSError):  # nobody may read it any more
-            print(line if len(line) <= 300 else f"{line[:180]} ... {line[-115:]}", file=sys.stderr)
-            sys.stderr.flush()
+            with tqdm.external_write_mode(sys.stderr, nolock=True):  # no line of report.Status
+                line = line if len(line) <= 300 else f"{line[:180]} ... {line[-115:]}"
+                print(line, file=sys.stderr, flush=True)
     return code

@@ -4,6 +4,7 @@ The log is append-only, one JSON record a line. Who reads it takes any line for 
 a kill may have torn it, a disk may have changed it.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -18,14 +19,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.autograd import DeviceType
+from tqdm import tqdm
 
 from support.device import device_name, peak_memory_mib, peak_tflops
-from support.files import vocab_cure, whole_file
+from support.files import whole_file
 
 
-def make_log(out_dir: Path, is_main: bool, board) -> Callable:
-    """log(text, **record): a line on the terminal and the record in log.jsonl, by the main rank.
-    Where there is a board, a writer for TensorBoard, it gets each figure of a step."""
+def make_log(out_dir: Path, is_main: bool, boards: list) -> Callable:
+    """log(text, **record): a line on the terminal, if there is a text, and the record in log.jsonl,
+    by the main rank. Each of boards, writers for TensorBoard or the like, gets a step's figures."""
     path = out_dir / "log.jsonl"
     torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a kill
     file = open(path, "a", encoding="utf-8") if is_main else None
@@ -33,9 +35,8 @@ def make_log(out_dir: Path, is_main: bool, board) -> Callable:
         file.write("\n")
 
     def log(text: str, **record):
-        nonlocal board
         if file:
-            show(text)
+            _ = text and show(text)
             try:
                 file.write(json.dumps({"time": time.time()} | record) + "\n")
                 file.flush()
@@ -43,14 +44,15 @@ def make_log(out_dir: Path, is_main: bool, board) -> Callable:
                 error.filename = str(path)  # Python names the file only when it is opened
                 raise
         scalars = {name: value for name, value in record.items() if isinstance(value, float)}
-        try:
-            for name, value in scalars.items() if board and "step" in record else ():
-                board.add_scalar(name, value, record["step"])
-            if board:
+        for board in list(boards):
+            try:
+                for name, value in scalars.items() if "step" in record else ():
+                    board.add_scalar(name, value, record["step"])
                 board.flush()
-        except Exception as error:  # its own threads and files: not worth a run
-            board = None
-            show(f"no more for TensorBoard: {type(error).__name__}: {error!s:.200}")
+            except Exception as error:  # its own threads and files: not worth a run
+                boards.remove(board)
+                name = getattr(board, "title", "TensorBoard")
+                show(f"no more for {name}: {type(error).__name__}: {error!s:.200}")
 
     return log
 
@@ -64,10 +66,38 @@ def tensorboard() -> type:
     return SummaryWriter
 
 
+def wandb() -> type:
+    """What writes for Weights & Biases, and is used as tensorboard's is."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("--wandb needs a library: pip install wandb") from None
+
+    class Board:
+        """The run of a folder; the same one again after a resume."""
+
+        title = "Weights & Biases"
+
+        def __init__(self, folder: Path):
+            own = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+            how = {"project": "train_gpt2", "name": folder.name, "dir": str(folder)}
+            self.run, self.figures = wandb.init(id=own, resume="allow", **how), {}
+
+        def add_scalar(self, name: str, value: float, step: int):
+            self.figures |= {name: value, "step": step}
+
+        def flush(self):
+            _ = self.figures and self.run.log(self.figures)
+            self.figures = {}
+
+    return Board
+
+
 def show(text: str, end: str = "\n"):
     """Print, as long as there is somebody to read it."""
     try:
-        print(printable(text), end=end, flush=True)
+        with tqdm.external_write_mode(nolock=True):  # clears the line of report.Status
+            print(printable(text), end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -87,57 +117,15 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda m: ascii(m[0])[1:-1], text)
 
 
-def start_text(record: dict, sizes: list[tuple[int, int]], num_sequences: int) -> str:
-    """The first record in words. sizes are tensors and their numbers: with weight decay, without,
-    and of the blocks' matrices."""
-    (a, num_a), (b, num_b), (c, num_c) = sizes
-    env, flags = record["environment"], record["flags"]
-    muon = f"Muon on {c} matrices of the blocks with {num_c:,}; else " if flags["muon"] else ""
-    spelled = {name: "--" + name.replace("_", "-") for name in flags}
-    is_own = flags["model"] == "nano" or flags["data_dir"] or flags["init_from"]
-    lacks_vocab = record["tokenizer"] == "bytes" and not is_own
-    return "\n".join([
-        f"{flags['model']}: {num_a + num_b:,} parameters; weight decay on {a} tensors with"
-        f" {num_a:,}, none on {b} with {num_b:,}; {muon}AdamW"
-        f" {'fused' if flags['fused'] else 'plain'}",
-        f"{env['ranks']} x {env['device_name'] or env['device']}, torch {env['torch']}:"
-        f" {record['matmul_tflops']:.3g} TFLOP/s in matrix products",
-        f"{num_sequences:,} sequences of {flags['seq_len']} {record['tokenizer']} tokens:"
-        f" {record['epochs']:.2f} epochs in {flags['steps']:,} steps,"
-        f" {record['unused_tokens']:,} tokens unused",
-        *[f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}"] * lacks_vocab,
-        "chosen: " + " ".join(f"{spelled[name]}={flags[name]}" for name in record["chosen"]),
-        *(f"off: {spelled[name]} {why}" for name, why in record["off"].items()),
-    ])  # fmt: skip
-
-
-def resume_text(
-    step: int, was: dict, changed: dict, env: dict, rounding: tuple[str, ...], rates: tuple,
-    has_digest: bool,
-) -> str:  # fmt: skip
-    """Where a run goes on, and what has changed since it was saved: what is in env, and the flags
-    of rounding, change its bits. rates are the learning rate of then, and of now."""
-    told, reasons = [f"resumed after step {step}"], []
-    for name, value in changed.items():
-        spelled = name if name in env else "--" + name.replace("_", "-")
-        is_exact = name not in env and name not in rounding
-        (told if is_exact else reasons).append(f"{spelled} {value} instead of {was.get(name)}")
-    if rates[0] != rates[1]:
-        told.append(f"the learning rate is {rates[1]:.2e}, it was {rates[0]:.2e}")
-    if reasons:
-        told.append(f"not bit for bit because of {', '.join(reasons)}")
-    if not has_digest:
-        told.append("its checkpoint has no digest: an older version wrote it")
-    return ", ".join(told)
-
-
 class Progress:
-    """Tells of each step of this process. A step has batch_tokens, each of which takes so many
-    flops of a rank."""
+    """Tells of each step of this process, the terminal of each every-th, the first, the last, and
+    what has a notice. A step has batch_tokens, each of which takes so many flops of a rank."""
 
-    def __init__(self, log: Callable, device: torch.device, steps: int, batch_tokens: int,
-                 flops: float, matmul_tflops: float, trace_in: Path | None):  # fmt: skip
+    def __init__(self, log: Callable, device: torch.device, steps: int, every: int,
+                 batch_tokens: int, flops: float, matmul_tflops: float,
+                 trace_in: Path | None):  # fmt: skip
         self.log, self.device, self.steps, self.trace_in = log, device, steps, trace_in
+        self.every = every
         self.batch_tokens, self.flops, self.matmul_tflops = batch_tokens, flops, matmul_tflops
         self.peak_tflops = peak_tflops(device_name(device))
         self.seconds, self.losses = [], []
@@ -155,10 +143,14 @@ class Progress:
         left = timedelta(seconds=int(np.mean(self.seconds[-100:]) * (self.steps - step)))
         notice = notice or spike(self.losses, loss)
         self.losses += [loss] * math.isfinite(loss + norm)
-        self.log(
+        is_told = notice or len(self.seconds) == 1 or step == self.steps or step % self.every == 0
+        text = (
             f"step {step}/{self.steps} | loss {loss:.4f} | lr {learning_rate:.2e} |"
             f" norm {norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s |"
-            f" {words} | {left} left{' | ' * bool(notice)}{notice}",
+            f" {words} | {left} left{' | ' * bool(notice)}{notice}"
+        )
+        self.log(
+            text if is_told else "",
             step=step, loss=loss if math.isfinite(loss) else None,
             grad_norm=norm if math.isfinite(norm) else None, learning_rate=learning_rate,
             ms=1000 * seconds, **shares, tokens_per_s=tokens_per_s, tflops=tflops,
@@ -194,6 +186,15 @@ def read_log(out_dir: Path) -> list[dict]:
         with suppress(ValueError, RecursionError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
+
+
+def last_flags(out_dir: Path, known: Callable[[dict], dict]) -> tuple[dict, list[str]]:
+    """The flags that a run had at its last start, and the names of those that nobody gave; none if
+    it has no record that known takes."""
+    for record in reversed(read_log(out_dir)):
+        with suppress(KeyError, TypeError, ValueError):
+            return known(record["flags"]), [str(name) for name in record["chosen"]]
+    return {}, []
 
 
 def logged(out_dir: Path, name: str) -> dict[int, float]:
@@ -240,11 +241,17 @@ def draw_loss(path: Path) -> bool:
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     axes.set_title(what_ran(read_log(path.parent)), fontsize=13, parse_math=False)
-    losses, validations = (logged(path.parent, name) for name in ("loss", "val_loss"))
-    last, steps, values = [*losses.values()][-100:], [*validations], [*validations.values()]
+    names = ("loss", "val_loss", "bits_per_byte")
+    losses, validations, in_bytes = (logged(path.parent, name) for name in names)
+    steps, values, last = [*losses], [*losses.values()], [*losses.values()][-100:]
+    axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
+    num = max(1, len(values) // 50)  # for a mean over a fiftieth of the run
     label = f"training: {np.mean(last):.3f} over the last {len(last)} steps" if last else ""
-    axes.plot([*losses], [*losses.values()], linewidth=0.8, color="#8fb4e8", label=label)
-    label = f"validation: {values[-1]:.3f} after step {steps[-1]:,}" if values else ""
+    smooth = np.convolve(values or [0.0], np.ones(num) / num, "valid")[: len(values)]
+    axes.plot(steps[num // 2 :][: len(smooth)], smooth, linewidth=1.5, color="#4a7fd0", label=label)
+    steps, values = [*validations], [*validations.values()]
+    bits = f" ({in_bytes[steps[-1]]:.3f} bits per byte)" if steps and steps[-1] in in_bytes else ""
+    label = f"validation: {values[-1]:.3f}{bits} after step {steps[-1]:,}" if values else ""
     axes.plot(steps, values, "o", color="#d1480f", label=label)  # no line: there may be few
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

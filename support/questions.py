@@ -213,8 +213,9 @@ def choice_losses(
     rows.sort(key=lambda row: len(row[2]))
     losses = [np.zeros(len(examples[i].choices)) for i in mine]
     per_pass = 16384 if device.type == "cuda" else 2048  # tokens
+    total = len(rows)
     while rows:
-        note("multiple choice")
+        note(f"multiple choice {total - len(rows) + 1}/{total}")
         count = max(1, per_pass // len(rows[-1][2]))
         batch, rows = rows[-count:], rows[:-count]
         tokens = [torch.from_numpy(row.astype(np.int64)).to(device) for _, _, row in batch]

@@ -104,8 +104,21 @@ def code_digest() -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
 
 
-def find_world(env: dict[str, str], num_gpus: int) -> World:
-    """This process's place among the ranks, and its device; ValueError if the two do not fit."""
+def num_micro(batch_tokens: int, B: int, T: int, num_ranks: int) -> int:
+    """Passes of each rank over B sequences of T tokens in a step of batch_tokens; ValueError if
+    that is not a whole number."""
+    count, rest = divmod(batch_tokens, per_pass := B * T * num_ranks)
+    if rest:
+        why = f"is not a multiple of {per_pass} = --micro-batch-size {B} * --seq-len {T}"
+        below = f"{batch_tokens - rest} or " if count else ""
+        cure = f"try --batch-tokens {below}{batch_tokens - rest + per_pass}"
+        raise ValueError(f"--batch-tokens {batch_tokens} {why} * {num_ranks} ranks: {cure}")
+    return count
+
+
+def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
+    """This process's place among the ranks, and its device, the best there is or of a kind;
+    ValueError if they do not fit."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in env]
     if 0 < len(missing) < len(names):
@@ -116,9 +129,14 @@ def find_world(env: dict[str, str], num_gpus: int) -> World:
     rank, local_rank, size = (int(env.get(*pair)) for pair in zip(names, (0, 0, 1), strict=True))
     if not 0 <= rank < size:
         raise ValueError(f"RANK {rank} must be less than WORLD_SIZE {size}: use torchrun")
-    if not num_gpus:
-        mps = torch.backends.mps.is_available() and size == 1
-        return World(rank, size, torch.device("mps" if mps else "cpu"))
+    if kind == "cuda" and not num_gpus:
+        raise ValueError("--device cuda: PyTorch sees no GPU: see python benchmarks/doctor.py")
+    has_mps = torch.backends.mps.is_available() and size == 1
+    if kind == "mps" and not has_mps:
+        raise ValueError("--device mps: PyTorch sees no GPU of Apple's for one process")
+    if kind in ("cpu", "mps") or not num_gpus:
+        is_mps = has_mps and kind != "cpu"
+        return World(rank, size, torch.device("mps" if is_mps else "cpu"))
     local_size = int(env.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if local_rank >= local_size:
         raise ValueError(f"LOCAL_RANK {local_rank} must be less than LOCAL_WORLD_SIZE {local_size}")

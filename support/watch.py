@@ -41,9 +41,9 @@ class Watcher:
         """Do what the process before this one did not come to. A validation is made again in any
         case, since a log does not say which checkpoint is best."""
         if (step := self.state.step) == 0:
-            return self.validate()
+            return "val_loss" in self.every and self.validate()
         done = self.world.from_main(partial(log.noted, self.out_dir, step))
-        self.watch(done, again=done & {"val_loss"} if step < self.steps else ())
+        self.watch(done, again=done & self.every.keys() & {"val_loss"} if step < self.steps else ())
 
     def watch(self, done: Collection[str] = (), again: Collection[str] = ()):
         """Do what is due after this step and not done, and some things again."""
@@ -92,4 +92,5 @@ class Watcher:
         path = self.out_dir / "loss.png"
         is_drawn = self.world.together(partial(log.draw_loss, path) if self.world.is_main else bool)
         text = f"drew {path}" if is_drawn else "no loss.png: pip install matplotlib"
-        self.log(text, step=self.state.step, picture=str(path) if is_drawn else "")
+        is_last = self.state.step >= self.steps
+        self.log(text * is_last, step=self.state.step, picture=str(path) if is_drawn else "")

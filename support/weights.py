@@ -76,15 +76,25 @@ class Source:
                 raise ValueError(f"{flag} {given[name]}: {self.path} has {own[name]}; leave it out")
 
 
-def find_source(name: str, report: Callable[[str], None], check: Callable[[dict], dict]) -> Source:
-    """read_source, for --init-from; what the flags of a run are must pass check."""
+def find_source(
+    given: dict, typed: dict, report: Callable[[str], None], check: Callable[[dict], dict]
+) -> Source | None:
+    """read_source, for the --init-from of the flags given, if it is; a run that --resume goes on
+    with needs no other. Its own flags must pass check, and those typed may not change its shape."""
+    if not (name := given.get("init_from")):
+        return None
+    if given.get("resume") and given.get("out_dir"):
+        own = filter(checkpoint.is_good, checkpoint.checkpoints(Path(given["out_dir"])))
+        name = str(next(own, name))
     if name in ("resume", "scratch"):
         raise ValueError(f"--init-from {name}: write --resume to go on, or neither to start")
     try:
         source = read_source(name, report)
-        return replace(source, flags=check(source.flags))
+        source = replace(source, flags=check(source.flags))
     except ValueError as error:
         raise ValueError(f"--init-from {name}: {error}") from None
+    source.check_shape(typed)
+    return source
 
 
 def read_source(name: str, report: Callable[[str], None]) -> Source:

@@ -11,7 +11,8 @@ import pytest
 import prepare_data
 import train_gpt2
 from model import SHAPES
-from support.flags import default_text
+from support.flags import default_text, spell
+from support.synonyms import SAID_HERE, SYNONYMS
 from train_gpt2 import TrainConfig, parse_args
 
 ROOT = Path(train_gpt2.__file__).parent
@@ -26,6 +27,33 @@ def test_nano_is_the_default_without_a_gpu_and_gpt2_with_one():
 def test_the_sizes_have_gpt3s_learning_rates():
     rates = [parse_args(["--model", name], "cuda")[0].learning_rate for name in SHAPES][:4]
     assert rates == [6e-4, 3e-4, 2.5e-4, 2e-4]
+
+
+@pytest.mark.parametrize(
+    ("typed", "here"),
+    [
+        ("--lr=3e-4", "--learning-rate"), ("--max_iters=100", "--steps"), ("--gpus 2", "torchrun"),
+        ("--gradient_accumulation_steps=8", "--batch-tokens"), ("--block_size 64", "--seq-len"),
+        ("--batch_size=12", "--micro-batch-size"), ("--epochs 3", "--steps"),
+    ],
+)  # fmt: skip
+def test_what_it_is_called_elsewhere_is_understood(typed, here):
+    with pytest.raises(ValueError, match=f"is called otherwise here: {here}"):
+        parse_args(typed.split(), "cpu")
+
+
+def test_a_synonym_is_no_flag_of_ours_and_names_one():
+    ours = {spell(f.name) for f in fields(TrainConfig)}
+    assert not ours & SYNONYMS.keys()
+    for text in SAID_HERE:
+        assert ours | {"torchrun"} >= set(re.findall(r"--[a-z][a-z0-9-]+|^torchrun", text)) - {
+            "--nproc", "--no-bf16", "--no-cosine"}  # fmt: skip
+    assert len(SYNONYMS) == sum(len(names.split()) for names in SAID_HERE.values())
+
+
+def test_a_flag_that_is_like_no_other_gets_no_guess():
+    with pytest.raises(ValueError, match="unrecognized arguments: --zero-grad 1; see --help"):
+        parse_args(["--zero-grad", "1"], "cpu")
 
 
 def test_nanogpts_spelling_is_understood():

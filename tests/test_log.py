@@ -41,14 +41,3 @@ def test_a_spike_is_a_notice():
     losses = list(np.random.default_rng(0).normal(3, 0.1, 50))
     assert not train_gpt2.log.spike(losses, 3.4) and not train_gpt2.log.spike(losses[:19], 30)
     assert "SPIKE: " in train_gpt2.log.spike(losses, 4.5)
-
-
-def test_gpt2_on_bytes_for_want_of_its_vocabulary_says_so(whole):
-    record = json.loads((whole[1] / "log.jsonl").read_text().splitlines()[0])
-    sizes = [(1, 10), (2, 20), (3, 30)]
-    for more in ({}, {"model": "nano"}, {"data_dir": "mine"}, {"init_from": "x"}):
-        flags = record["flags"] | {"model": "gpt2", "data_dir": "", "init_from": ""} | more
-        changed, is_said = record | {"flags": flags}, not more
-        text = train_gpt2.log.start_text(changed, sizes, 7)
-        assert ("\non bytes, since GPT-2's vocabulary is not here: fetch http" in text) == is_said
-        assert "7 sequences of 16 bytes tokens: " in text

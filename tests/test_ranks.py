@@ -82,7 +82,7 @@ def count_moments(rank: int):
 def test_a_run_goes_on_with_zero_and_without(whole, data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", save_every=3)
     assert train([*line, "--zero"], tmp_path, 3, kill_after=4)[0] not in range(8)
-    code, out, err = train([*line, "--resume"], tmp_path, 2, kill_after=7)
+    code, out, err = train([*line, "--no-zero", "--resume"], tmp_path, 2, kill_after=7)
     assert code not in range(8) and "--zero False instead of True" in out
     code, out, err = train([*line, "--zero", "--resume"], tmp_path, 3)
     assert code == 0 and "resumed after step 6" in out, err

@@ -1,0 +1,196 @@
+"""What a run says for people at its start, when it goes on, and at its end; and on a terminal, in
+one line that overwrites itself, what goes on between two lines."""
+
+import difflib
+import math
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+from dataloader import ShardLoader
+from model import GPT
+from support.files import vocab_cure
+from support.log import last_flags, logged
+
+
+def spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def goes_on_with(
+    out_dir: Path, given: dict, known: Callable, unset: dict, recipes: dict, once: set,
+    rounding: set,
+) -> tuple[dict, str]:  # fmt: skip
+    """The flags that the run in out_dir had at its last start and that are not given now, and in
+    words those that its recipe has not. Flags of a command alone, once, do not count, and of
+    rounding, which its device may have chosen, only what somebody gave."""
+    flags, chosen = last_flags(out_dir, known)
+    own = {n: v for n, v in flags.items() if v != "" and n not in {*once, *given}}
+    own = {n: v for n, v in own.items() if n not in rounding or (n not in chosen and v != unset[n])}
+    if "steps" in given and "warmup_steps" in own:
+        own["warmup_steps"] = min(own["warmup_steps"], given["steps"] // 5)
+    recipe = unset | recipes.get(flags.get("model"), {})
+    told = [f"{spelled(n)}={v}" for n, v in own.items() if n != "model" and v != recipe[n]]
+    words = f"{out_dir} goes on with its own {shlex.join(told)}" if told else ""
+    return own | ({"out_dir": str(out_dir)} if flags else {}), words
+
+
+def start(
+    facts: dict, given: set[str], unset: dict, model: GPT, loader: ShardLoader
+) -> tuple[str, dict]:
+    """The first record of a run, in words and for its log: facts and what they lead to."""
+    flags, tokens = facts["flags"], sum(shard.num_tokens for shard in loader.shards)
+    chosen = [name for name in flags if name not in given and flags[name] != unset[name]]
+    record = {name: facts[name] for name in ("environment", "flags")} | {"chosen": chosen} | facts
+    record |= {"epochs": flags["steps"] * flags["batch_tokens"] / (len(loader) * loader.T)}
+    record |= {"unused_tokens": tokens - len(loader) * loader.T}
+    record |= {"data": str(loader.shards[0].path.parent)}
+    sizes = [(len(g), model.num_elements(g)) for g in (*model.decay_groups(), model.matrices())]
+    return start_text(record, sizes, len(loader)), record
+
+
+def start_text(record: dict, sizes: list[tuple[int, int]], num_sequences: int) -> str:
+    """The first record in words. sizes are tensors and their numbers: with weight decay, without,
+    and of the blocks' matrices."""
+    (a, num_a), (b, num_b), (c, num_c) = sizes
+    env, flags = record["environment"], record["flags"]
+    muon = f"Muon on {c} matrices of the blocks with {num_c:,}; else " if flags["muon"] else ""
+    own = "" if flags["data_dir"] else ", Python's own source, since there is no --data-dir"
+    is_own = flags["model"] == "nano" or flags["data_dir"] or flags["init_from"]
+    lacks_vocab = record["tokenizer"] == "bytes" and not is_own
+    return "\n".join([
+        f"run: {flags['out_dir']}, {whether_new(record)}",
+        f"data: {record['data']}{own}",
+        f"{flags['model']}: {num_a + num_b:,} parameters; weight decay on {a} tensors with"
+        f" {num_a:,}, none on {b} with {num_b:,}; {muon}AdamW"
+        f" {'fused' if flags['fused'] else 'plain'}",
+        f"{env['ranks']} x {env['device_name'] or env['device']}, torch {env['torch']}:"
+        f" {record['matmul_tflops']:.3g} TFLOP/s in matrix products",
+        *["an NVIDIA GPU is here, but this torch is for CPUs: pytorch.org"] * has_unused_gpu(env),
+        f"{num_sequences:,} sequences of {flags['seq_len']} {record['tokenizer']} tokens:"
+        f" {record['epochs']:.2f} epochs in {flags['steps']:,} steps,"
+        f" {record['unused_tokens']:,} tokens unused",
+        *[f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}"] * lacks_vocab,
+        "chosen: " + " ".join(f"{spelled(name)}={flags[name]}" for name in record["chosen"]),
+        *(f"off: {spelled(name)} {why}" for name, why in record["off"].items()),
+    ])  # fmt: skip
+
+
+def has_unused_gpu(env: dict) -> bool:
+    """Whether there is an NVIDIA GPU that the installed torch, built for the CPU, can't use."""
+    return env["device"] == "cpu" and not torch.version.cuda and bool(shutil.which("nvidia-smi"))
+
+
+def whether_new(record: dict) -> str:
+    """Whether the run goes on, and if --resume has found nothing, which run was meant perhaps."""
+    if record["goes_on"]:
+        return "goes on"
+    if not record["flags"]["resume"]:
+        return "new"
+    own = Path(record["flags"]["out_dir"])
+    runs = [path.parent.name for path in own.parent.glob("*/checkpoint_*.pt")]
+    near = difflib.get_close_matches(own.name, runs, 1)
+    hint = f"; did you mean {own.with_name(near[0])}?" if near else ""
+    return f"new: nothing to resume there{hint}"
+
+
+def changes(was: dict, flags: dict, env: dict, has_digest: bool) -> dict[str, tuple]:
+    """Name -> old and new of the flags, and of what in env moves last bits, that are not as they
+    were; an older version, whose checkpoints have no digest, did not tell the device's name."""
+    names = ("torch", "threads", "ranks") + ("device_name",) * has_digest
+    now = flags | {name: env[name] for name in names if was.get(name)}
+    return {name: (was.get(name), v) for name, v in now.items() if was.get(name) != v}
+
+
+def resume_text(
+    step: int, changed: dict[str, tuple], env: dict, rounding: set[str], rates: tuple,
+    has_digest: bool,
+) -> str:  # fmt: skip
+    """Where a run goes on, and what has changed since it was saved: what is in env, and the flags
+    of rounding, change its bits. rates are the learning rate of then, and of now."""
+    told, reasons = [f"resumed after step {step}"], []
+    for name, (old, new) in changed.items():
+        word = name if name in env else spelled(name)
+        is_exact = name not in env and name not in rounding
+        (told if is_exact else reasons).append(f"{word} {new} instead of {old}")
+    if rates[0] != rates[1]:
+        told.append(f"the learning rate is {rates[1]:.2e}, it was {rates[0]:.2e}")
+    if reasons:
+        told.append(f"not bit for bit because of {', '.join(reasons)}")
+    if not has_digest:
+        told.append("its checkpoint has no digest: an older version wrote it")
+    return ", ".join(told)
+
+
+def needs(
+    model: GPT, seconds: list[float], num_passes: int, size: tuple[int, int],
+    peak_mib: float | None, keep: int,
+) -> str:  # fmt: skip
+    """What a run of so many passes over B x T tokens takes, from the seconds of some of them, each
+    with an update of the weights, and their peak of memory."""
+    per_pass, weights = median(seconds), 4 * sum(p.numel() for p in model.parameters()) / 1e6
+    peak = f"{peak_mib * 2**20 / 1e6:,.0f} MB" if peak_mib else "not known here"
+    return "\n".join([
+        "dry run: nothing was written",
+        f"memory: weights {weights:,.0f} MB, gradients {weights:,.0f}, moments {2 * weights:,.0f};"
+        f" with activations and all else {peak}",
+        f"disk: {keep + 2} checkpoints of {3 * weights:,.0f} MB",
+        f"time: {num_passes:,} passes over {size[0]} x {size[1]:,} tokens,"
+        f" {1000 * per_pass:,.0f} ms each: at most {num_passes * per_pass / 3600:,.2f} hours",
+    ])  # fmt: skip
+
+
+def end_text(out_dir: Path) -> str:
+    """How a finished run went, as its log has it, and what to type next."""
+    told, losses = ["done"], {}
+    with suppress(OSError):  # the log can't be read: no reason to fail
+        seconds = round(sum(logged(out_dir, "ms").values()) / 1000)
+        losses, in_bytes = (logged(out_dir, name) for name in ("val_loss", "bits_per_byte"))
+        steps = len(logged(out_dir, "ms"))
+        told = [f"done: {steps:,} steps in {timedelta(seconds=seconds)}"] if steps else told
+    if losses:
+        last, best = max(losses), min(losses, key=losses.get)
+        bits = f" ({in_bytes[last]:.4f} bits per byte)" if last in in_bytes else ""
+        told += [
+            f"validation {losses[last]:.4f}{bits}, best {losses[best]:.4f} after step {best:,}"
+        ]
+    files = [max(out_dir.glob("checkpoint_*.pt"), default=out_dir), out_dir / "loss.png"]
+    folder = shlex.quote(str(out_dir))
+    return "\n".join(
+        [
+            ", ".join(told),
+            "written: " + ", ".join(str(path) for path in files if path.exists()),
+            f"sample: python train_gpt2.py --resume --out-dir {folder} --sample-only",
+            f"curves: python benchmarks/plot.py {folder}",
+        ]
+    )
+
+
+class Status:
+    """Passes each phase of a run on to note, and shows it on a terminal: with what is left where
+    the phase says k/n."""
+
+    def __init__(self, note: Callable[[str], None], is_main: bool):
+        tqdm.monitor_interval = 0  # no thread of its own
+        # None: off where stderr is no terminal
+        self.bar = tqdm(bar_format="{desc}", leave=False, disable=None if is_main else True)
+        self.note, self.shown, self.begin = note, -math.inf, time.monotonic()
+
+    def __call__(self, phase: str):
+        self.note(phase)
+        now, part = time.monotonic(), re.search(r"(\d+)/(\d+)", phase)
+        k, n = map(int, part.groups()) if part else (1, 1)
+        self.begin = now if k == 1 else self.begin
+        if now - self.shown > 0.3 and not self.bar.disable:
+            left = timedelta(seconds=round((now - self.begin) / max(1, k - 1) * (n - k + 1)))
+            self.bar.set_description_str(f"{phase}, {left} left" if k > 1 else phase)
+            self.shown = now

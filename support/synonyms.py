@@ -1,0 +1,42 @@
+"""What users of nanoGPT, llm.c, litgpt and Hugging Face's trainer type, as it is called here."""
+
+SAID_HERE = {
+    "--batch-tokens, tokens per step": "total-batch-size global-batch-size",
+    "--batch-tokens, tokens per step: the passes follow from it":
+        "gradient-accumulation-steps grad-accum grad-accum-steps accumulate-grad-batches",
+    "--bf16, --fp16, or --no-bf16 for float32": "dtype precision mixed-precision amp",
+    "--compile": "torch-compile",
+    "--cosine or --no-cosine": "decay-lr lr-scheduler lr-scheduler-type schedule",
+    "--data-dir, a folder of shards": "dataset data data-path train-data input-bin input-val-bin",
+    "--decay-to, a share of the peak": "min-lr learning-rate-decay-frac",
+    "--eval-every": "eval-interval eval-steps val-loss-every val-every",
+    "--eval-tokens": "eval-iters eval-batches val-max-steps",
+    "--flash": "flash-attention flash-attn attn-implementation",
+    "--grad-clip": "clip clip-grad max-grad-norm gradient-clip-val",
+    "--init-from": "model-name-or-path pretrained load-from",
+    "--keep": "save-total-limit keep-last",
+    "--learning-rate": "lr max-lr peak-lr",
+    "--log-every": "log-interval logging-steps print-every",
+    "--micro-batch-size, sequences per pass, or --batch-tokens, tokens per step":
+        "batch-size bs train-batch-size",
+    "--micro-batch-size": "per-device-train-batch-size device-batch-size",
+    "--muon, or AdamW without it": "optimizer optim",
+    "--n-embd": "n-embed d-model hidden-size embed-dim",
+    "--n-head": "n-heads num-heads num-attention-heads",
+    "--n-layer": "n-layers num-layers num-hidden-layers depth",
+    "--out-dir": "output-dir output out",
+    "--prompt": "start",
+    "--recompute": "gradient-checkpointing activation-checkpointing grad-checkpoint",
+    "--resume, with --out-dir": "resume-from resume-from-checkpoint checkpoint ckpt",
+    "--sample-tokens": "max-new-tokens genmax-length",
+    "--save-every": "save-interval save-steps checkpoint-every",
+    "--seq-len": "block-size sequence-length context-length ctx-len max-length max-seq-len",
+    "--steps": "max-iters max-steps num-iterations num-steps iterations iters train-steps",
+    "--steps: a run says how many epochs they are": "epochs num-epochs num-train-epochs",
+    "--tensorboard or --wandb": "report-to wandb-log wandb-project logger",
+    "--tf32": "tensorcores allow-tf32",
+    "--warmup-steps": "warmup warmup-iters warmup-ratio num-warmup-steps",
+    "--zero": "zero-stage fsdp",
+    "torchrun --nproc_per_node=N train_gpt2.py": "gpus num-gpus n-gpus nproc world-size ddp",
+}  # fmt: skip
+SYNONYMS = {"--" + name: here for here, names in SAID_HERE.items() for name in names.split()}
