@@ -348,8 +348,7 @@ def train(run: Run, signals: guard.Signals) -> int:
         if saving:
             save(run, wait=result.must_stop or state.step == config.steps)
         if result.must_stop and state.step < config.steps:
-            run.log(f"stopped by a signal after step {state.step}; go on with the same command,"
-                    f" --resume --out-dir {config.out_dir}", stopped=state.step)  # fmt: skip
+            run.log(report.stop_text(Path(config.out_dir), state.step), stopped=state.step)
             return 3
         run.watcher.watch()
     run.log(report.end_text(Path(config.out_dir)), done=state.step)

@@ -225,7 +225,7 @@ def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int)
     if data.largest_id is None or data.largest_id >= vocab_size:
         for shard in data.train + data.val:
             if (largest := shard.largest_id()) >= vocab_size:
-                why = f"{shard.path} holds token {largest}, the network knows {vocab_size}"
+                why = f"{shard.path} holds token {largest}, the network knows 0 to {vocab_size - 1}"
                 raise ValueError(f"{why}: prepare the data again with its --tokenizer")
 
 

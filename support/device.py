@@ -66,7 +66,7 @@ def why_off(flags: dict, given: set[str], device: torch.device) -> dict[str, str
     if bf16 and "amx_bf16" in kinds and flags["seq_len"] <= 512:
         why["flash"] = "is slower in bfloat16 on a CPU with AMX up to a --seq-len of 512"
     if not cuda or is_nano:
-        why["compile"] = "takes longer than it saves for nano, and without a GPU"
+        why["compile"] = f"takes longer than it saves {'for nano' if is_nano else 'without a GPU'}"
     wanted = flags["compile"] and ("compile" in given or "compile" not in why)
     if wanted and (cause := why_not_compile(device)):
         if "compile" in given:

@@ -47,6 +47,9 @@ def stop_signals(is_main: bool) -> Iterator[Signals]:
         if is_main and len(times) == 1:
             with suppress(OSError):  # not by print, which the signal may have interrupted
                 os.write(2, b"train_gpt2.py: finishing this step and saving it; again: end now\n")
+        elif is_main and not is_torchrun:
+            with suppress(OSError):
+                os.write(2, b"train_gpt2.py: heard; once more after two seconds: end now\n")
 
     handlers = dict.fromkeys(("SIGINT", "SIGTERM", "SIGUSR1"), note) | {
         "SIGHUP": note if is_torchrun else signal.SIG_IGN

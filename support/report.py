@@ -149,6 +149,11 @@ def needs(
     ])  # fmt: skip
 
 
+def stop_text(out_dir: Path, step: int) -> str:
+    command = f"python train_gpt2.py --resume --out-dir {shlex.quote(str(out_dir))}"
+    return f"stopped by a signal after step {step}; to go on, the same command or: {command}"
+
+
 def end_text(out_dir: Path) -> str:
     """How a finished run went, as its log has it, and what to type next."""
     told, losses = ["done"], {}

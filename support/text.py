@@ -70,8 +70,8 @@ def stream(
     text = codec(tokenizer)
     end_of_text = min(VOCAB_SIZES.get(tokenizer, 1), model.config.vocab_size) - 1  # before each
     ids = list(text.encode(prompt)) if text and prompt else [end_of_text]
-    if max(ids) >= model.config.vocab_size:
-        raise ValueError(f"--prompt: token {max(ids)}, the network knows {model.config.vocab_size}")
+    if max(ids) >= (size := model.config.vocab_size):
+        raise ValueError(f"--prompt: token {max(ids)}, the network knows 0 to {size - 1}")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may be half a character
     yield prompt if text else "no vocabulary here for --prompt, nor to read this: "
     tokens = model.generate(torch.tensor([ids], device=rng.device), rng, **how)

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,3 +42,17 @@ def test_a_spike_is_a_notice():
     losses = list(np.random.default_rng(0).normal(3, 0.1, 50))
     assert not train_gpt2.log.spike(losses, 3.4) and not train_gpt2.log.spike(losses[:19], 30)
     assert "SPIKE: " in train_gpt2.log.spike(losses, 4.5)
+
+
+def test_weights_and_biases_get_the_figures_of_each_step(tmp_path, monkeypatch):
+    """As one run for a folder, also after a resume."""
+    started, logged = [], []
+    stand_in = SimpleNamespace(init=lambda **how: started.append(how) or SimpleNamespace(
+        log=logged.append))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    for _ in range(2):
+        log = train_gpt2.log.make_log(tmp_path, True, [train_gpt2.log.wandb()(tmp_path)])
+        log("step 1", step=1, loss=2.5, grad_norm=0.5)
+        log("saved", saved=1, save_s=0.1)
+    assert logged == [{"loss": 2.5, "grad_norm": 0.5, "step": 1}] * 2
+    assert started[0] == started[1] and started[0]["resume"] == "allow"

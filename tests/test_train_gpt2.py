@@ -718,7 +718,7 @@ MISTAKES = {
     ),
     "id 60000": (
         with_shard("train_000001.bin", id_60000),
-        "train_000001.bin holds token 60000, the network knows 50257: prepare the data again",
+        "train_000001.bin holds token 60000, the network knows 0 to 50256: prepare the data again",
     ),
     "bad manifest": (with_shard("manifest.json", b'{"train": 1'), "manifest.json is damaged"),
     "batch of parts": (
@@ -784,7 +784,7 @@ MISTAKES = {
     "no weights": ({"init_from": "nobody/none", "model": None}, "--init-from nobody/none: no such"),
     "other heads": (with_weights(n_head=4), "--n-head 4: weights has 2; leave it out"),
     "more positions": (with_weights(n_head=2, seq_len=64), "--seq-len 64 is more than the 16 pos"),
-    "ids beyond": (with_weights(vocab_size=100, n_head=2), "token 256, the network knows 100"),
+    "ids beyond": (with_weights(vocab_size=100, n_head=2), "token 256, the network knows 0 to 99"),
     "a flipped bit": (
         lambda f: with_run()(f) | {"resume": False, "out_dir": None, "model": None,
                                    "init_from": flipped(f / "run")},
