@@ -23,6 +23,7 @@ from torch import Tensor
 sys.path.insert(0, str(machine.REPO))
 import train_gpt2
 from support.files import missing_vocab
+from support.report import has_unused_gpu
 
 
 def main():
@@ -48,7 +49,9 @@ def main():
 def device(device: torch.device) -> str:
     processor = f"{machine.cpu_name()}, {machine.num_cores()} cores{memory()}"
     if device.type != "cuda":
-        return f"{device.type}, no NVIDIA GPU; {processor}"
+        has_unused = has_unused_gpu({"device": device.type})
+        no_gpu = "an NVIDIA GPU, but this torch is for CPUs: pytorch.org" if has_unused else ""
+        return f"{device.type}, {no_gpu or 'no NVIDIA GPU'}; {processor}"
     facts, number = torch.cuda.get_device_properties(device), torch.cuda.device_count()
     return (
         f"{number} x {facts.name}, {facts.total_memory / 2**30:,.0f} GiB, compute capability"

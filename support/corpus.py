@@ -10,6 +10,7 @@ import json
 import os
 import re
 import reprlib
+import shlex
 import subprocess
 import sys
 import zlib
@@ -126,7 +127,10 @@ def open_folder(path: Path) -> TokenFolder:
     """The shards in path, each checked by its header; OSError or ValueError if one is amiss. Where
     there is a manifest, only what it names counts."""
     if not path.is_dir():
-        raise FileNotFoundError(f"--data-dir {path} is not a folder; write it with {PREPARE}")
+        is_published = path.name in ("fineweb", "fineweb-edu")
+        how = f"--download {path.name}" if is_published else "--input YOUR_TEXT"
+        cure = f"python {PREPARE} {how} --data-dir {shlex.quote(str(path))} writes it"
+        raise FileNotFoundError(f"--data-dir {path} is not a folder: {cure}")
     if not os.path.lexists(path / MANIFEST):
         tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT's alphabets
         return TokenFolder(find(path, "train"), find(path, "val"), tokenizer, None)
