@@ -28,7 +28,7 @@ data=(${DATA:+--data-dir "$DATA"})
 if [ -n "${TINY:-}" ]; then
     model=(--model nano) steps=5 peers=(--only small --steps 5 --rounds 1)
     beyond=(--only muon recompute) lecture=(--only bf16 flash fused)
-    first=(--model nano --steps 20 --eval-every 10 --eval-tokens 8192)
+    first=(--model nano --steps 40 --eval-every 10 --eval-tokens 8192)
 else
     model=(--model gpt2 --micro-batch-size 64) steps=6
     peers=(--only gpt2 --micro-batch-sizes 64 --rounds 2)
@@ -65,7 +65,8 @@ part_4() {
     while kill -0 $run 2>/dev/null; do
         sleep 2
         if grep -q "\"step\": ${stop:-200}," "$here/first/log.jsonl" 2>/dev/null; then
-            kill -TERM $run 2>/dev/null
+            kill -TERM $run 2>/dev/null  # once: a second one would not wait for the save
+            break
         fi
     done
     wait $run
