@@ -171,23 +171,24 @@ RECIPES = {model: own | {name: getattr(SHAPES[model], name) for name in SHAPE_FL
            for model, own in RECIPES.items()}  # fmt: skip
 UNSET = {f.name: f.default for f in fields(TrainConfig)}
 known_flags = partial(known, TrainConfig, warmup_steps=0)  # those in another run's record
+read_flags = partial(parse, make_parser(TrainConfig, __doc__ or "", RECIPES, SYNONYMS))
 
 
 def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str], Source | None]:
     """The run that a command line asks for, the names of the flags that it gives, and the weights
     that it begins with."""
-    given = typed = parse(make_parser(TrainConfig, __doc__ or "", RECIPES, SYNONYMS), argv)
+    typed = read_flags(argv)
     is_main = os.environ.get("RANK", "0") == "0"
     for name in ("data_dir", "out_dir", "init_from", "hellaswag", "export"):
-        if given.get(name) == "":
+        if typed.get(name) == "":
             raise ValueError(f"{spell(name)} is empty: name one, or leave it out")
-    if given.get("resume") and not {"eval_only", "sample_only", "export"} & {*given}:
-        out_dir = folder.choose_out_dir(given.get("out_dir", ""), resume=True)
-        own, told = report.goes_on_with(out_dir, given, known_flags, UNSET, RECIPES, ONCE, ROUNDING)
+    given = up_to(typed.get("speed_ups", "all"), SPEED_UPS) | typed
+    if typed.get("resume") and not any(map(typed.get, ("eval_only", "sample_only", "export"))):
+        out_dir = folder.choose_out_dir(typed.get("out_dir", ""), resume=True)
+        own, told = report.goes_on_with(out_dir, given, known_flags, ONCE)
         _ = is_main and told and log.show(told)
         given = own | given
-    tell = partial(guard.fail, 7, is_main=is_main)
-    source = weights.find_source(given, typed, tell, known_flags)
+    source = weights.find_source(given, typed, partial(guard.fail, 7, is_main=is_main), known_flags)
     model = given.get("model", "gpt2" if device_type == "cuda" or source else "nano")
     values = {"model": model} | RECIPES[model]
     if source:  # nanoGPT's values for finetuning
@@ -202,7 +203,6 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     values["warmup_steps"] = min(values.get("warmup_steps", TrainConfig.warmup_steps), steps // 5)
     if given.get("fp16"):
         values["bf16"] = False
-    given = up_to(given.get("speed_ups", "all"), SPEED_UPS) | given
     return TrainConfig(**values | given), set(given), source
 
 
@@ -351,7 +351,7 @@ def train(run: Run, signals: guard.Signals) -> int:
             run.log(report.stop_text(Path(config.out_dir), state.step), stopped=state.step)
             return 3
         run.watcher.watch()
-    run.log(report.end_text(Path(config.out_dir)), done=state.step)
+    run.log(report.end_text(Path(config.out_dir)) if world.is_main else "", done=state.step)
     return 0
 
 
@@ -395,9 +395,8 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     here, ValueError or OSError, before anything of the run is written."""
     config.num_micro(world.size)
     boards = [getattr(log, name)() for name in ("tensorboard", "wandb") if getattr(config, name)]
-    ours = {spell(name): value for name, value in asdict(config).items()}
-    products = device.same_products(world.device, config.muon and not config.zero)
-    world.agree(ours | products | ranks.code_digest())
+    ours = {spell(name): value for name, value in asdict(config).items()} | ranks.code_digest()
+    world.agree(ours | device.same_products(world.device, config.muon and not config.zero))
     out_dir = world.from_main(lambda: folder.choose_out_dir(config.out_dir, config.resume))
     seen = world.from_main(lambda: checkpoints(out_dir))
     world.note("opening the data")
@@ -604,13 +603,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_program(argv: list[str], signals: guard.Signals) -> int:
-    kind = parse(make_parser(TrainConfig, "", RECIPES, SYNONYMS), argv).get("device", "auto")
+    kind = read_flags(argv).get("device", "auto")
     world = ranks.find_world(dict(os.environ), torch.cuda.device_count(), kind)
     config, given, source = parse_args(argv, world.device.type)
     torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
     watchdog = guard.Watchdog(config.timeout_s, world.rank, world.size, torchrun)
     with watchdog, ranks.process_group(world, config.timeout_s):
-        world = replace(world, note=report.Status(watchdog.note, world.is_main))
+        is_shown = world.is_main and not config.sample_only  # a sample shows itself
+        world = replace(world, note=report.Status(watchdog.note, is_shown))
         if config.eval_only or config.sample_only or config.export:
             return use_weights(*as_saved(config, given, source, world), world)
         if config.dry_run:
@@ -620,19 +620,20 @@ def run_program(argv: list[str], signals: guard.Signals) -> int:
 
 def try_out(config: TrainConfig, given: set[str], source: Source | None, world: World) -> int:
     """--dry-run: what a run would take, from ten passes in a folder that goes away."""
-    with TemporaryDirectory() as empty:
-        out_dir = world.from_main(lambda: empty)
-        own = replace(config, resume=False, out_dir=out_dir, wandb=False)
-        run = set_up(own, given, source, world)
-        size, count = (run.config.micro_batch_size, own.seq_len), run.config.num_micro(world.size)
-        one = replace(run.config, batch_tokens=math.prod(size) * world.size)
-        step = partial(train_step, run.state, run.net, one, world, bool)
-        seconds, peak = (
-            timeit.repeat(step, repeat=10, number=1),
-            device.peak_memory_mib(world.device),
+    out_dir = folder.choose_out_dir(config.out_dir, config.resume).absolute()
+    disk = next(path for path in (out_dir, *out_dir.parents) if path.is_dir())
+    with TemporaryDirectory(dir=disk) as empty:
+        own = {"resume": False, "out_dir": world.from_main(lambda: empty), "wandb": False}
+        run = set_up(replace(config, **own), given, source, world)
+        size, count = (
+            (run.config.micro_batch_size, config.seq_len),
+            run.config.num_micro(world.size),
         )
-        tell = log.show if world.is_main else bool
-        tell(report.needs(run.state.model, seconds, own.steps * count, size, peak, own.keep))
+        own = {"batch_tokens": math.prod(size) * world.size, "skip_nonfinite": 10}
+        step = partial(train_step, run.state, run.net, replace(run.config, **own), world, bool)
+        seconds = timeit.repeat(step, repeat=10, number=1)
+        how = seconds, config.steps * count, size, device.peak_memory_mib(world.device), config.keep
+        world.from_main(lambda: log.show(report.needs(run.state.optimizer, *how)))
     return 0
 
 

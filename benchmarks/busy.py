@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -48,19 +49,15 @@ def step_times(flags: dict, spins: str | None) -> tuple[list[float], dict]:
 
 def measure(names: list[str]) -> dict:
     times, environment = {}, {}
-    for number in range(2):
-        for model in names:
-            for setting, spins in SPINS.items():
-                for load in ("quiet", "busy"):
-                    beside = [sys.executable, "-c", "while True: pass"]
-                    other = subprocess.Popen(beside) if load == "busy" else None
-                    try:
-                        found, environment = step_times(MODELS[model], spins)
-                    finally:
-                        _ = other and (other.kill(), other.wait())
-                    times.setdefault((model, setting, load), []).extend(found)
-                    told = f"round {number + 1}: {model}, {setting}, {load}"
-                    print(f"{told}: {median(found):,.1f} ms", flush=True)
+    for number, model, setting, load in product((1, 2), names, SPINS, ("quiet", "busy")):
+        beside = [sys.executable, "-c", "while True: pass"]
+        other = subprocess.Popen(beside) if load == "busy" else None
+        try:
+            found, environment = step_times(MODELS[model], SPINS[setting])
+        finally:
+            _ = other and (other.kill(), other.wait())
+        times.setdefault((model, setting, load), []).extend(found)
+        print(f"round {number}: {model}, {setting}, {load}: {median(found):,.1f} ms", flush=True)
     rows = [{"model": m, "spins": s, "load": load, "ms": median(found), "steps": len(found)}
             for (m, s, load), found in times.items()]  # fmt: skip
     return {"environment": machine.environment(environment), "rows": rows}

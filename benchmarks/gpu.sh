@@ -32,7 +32,8 @@ if [ -n "${TINY:-}" ]; then
 else
     model=(--model gpt2 --micro-batch-size 64) steps=6
     peers=(--only gpt2 --micro-batch-sizes 64 --rounds 2)
-    beyond=(--only muon recompute loss-chunk-tokens bf16-residual fp16)
+    beyond=(--only tf32 bf16 flash pad-vocab fused)
+    beyond+=(muon recompute loss-chunk-tokens bf16-residual fp16)
     lecture=(--skip max-autotune muon recompute loss-chunk-tokens bf16-residual fp16)
     first=(--model gpt2 --steps 19073 --eval-every 50 --save-every 0)
 fi
@@ -59,6 +60,7 @@ part_3() {
 }
 
 part_4() {
+    rm -rf "$here/first"
     # stopped after 200 steps of the run of 19,073, whose warm-up they are
     "$python" train_gpt2.py "${first[@]}" "${data[@]}" --resume --out-dir "$here/first" &
     local run=$! stop=${TINY:+20}

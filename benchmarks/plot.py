@@ -125,9 +125,13 @@ def read_run(folder: str) -> Run:
         record = {}
         with suppress(ValueError):  # a kill has torn it
             record = json.loads(line)
+        if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
+            continue
         flags, step = record.get("flags", flags), record.get("step")
         tokenizer = record.get("tokenizer", tokenizer)
-        if "ms" in record and step <= next(reversed(values["ms"]), 0):  # made again
+        if (
+            "ms" in record and step is not None and step <= next(reversed(values["ms"]), 0)
+        ):  # made again
             for name in values:
                 values[name] = {n: v for n, v in values[name].items() if n < step}
         for name in (*QUANTITIES, "loss", "ms", "bits_per_byte"):

@@ -104,4 +104,4 @@ def report(
     if examples:
         shares = in_words(answers(model, examples, tokenizer, world, autocast))
         words += [f"{len(examples):,} questions: {shares}"]
-    return "\n".join(words)
+    return "\n".join(words or ["nothing was asked for: --eval-tokens 0, no --hellaswag"])

@@ -39,17 +39,20 @@ def stop_signals(is_main: bool) -> Iterator[Signals]:
     closes stops nothing, but torchrun, which passes that on too and then kills its ranks."""
     signals, is_torchrun = Signals(), "TORCHELASTIC_RUN_ID" in os.environ
 
+    def say(words: bytes):
+        with suppress(OSError):  # not by print, which the signal may have interrupted
+            clear = b"\r\x1b[K" if os.isatty(2) else b""  # the line of report.Status
+            os.write(2, clear + b"train_gpt2.py: " + words + b"\n")
+
     def note(number, frame):
         times = signals.times
         times.append(time.monotonic())
         if not signals.save_first or times[-1] - times[0] > 2:
             raise KeyboardInterrupt  # Python ignores it in a destructor: hence the list
         if is_main and len(times) == 1:
-            with suppress(OSError):  # not by print, which the signal may have interrupted
-                os.write(2, b"train_gpt2.py: finishing this step and saving it; again: end now\n")
+            say(b"finishing this step and saving it; again: end now")
         elif is_main and not is_torchrun:
-            with suppress(OSError):
-                os.write(2, b"train_gpt2.py: heard; once more after two seconds: end now\n")
+            say(b"heard; once more after two seconds: end now")
 
     handlers = dict.fromkeys(("SIGINT", "SIGTERM", "SIGUSR1"), note) | {
         "SIGHUP": note if is_torchrun else signal.SIG_IGN

@@ -96,8 +96,11 @@ def wandb() -> type:
 def show(text: str, end: str = "\n"):
     """Print, as long as there is somebody to read it."""
     try:
-        with tqdm.external_write_mode(nolock=True):  # clears the line of report.Status
-            print(printable(text), end=end, flush=True)
+        if end == "\n":
+            tqdm.write(printable(text), nolock=True)  # above the line of report.Status
+        else:
+            print(printable(text), end=end)
+        sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -188,19 +191,24 @@ def read_log(out_dir: Path) -> list[dict]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def last_flags(out_dir: Path, known: Callable[[dict], dict]) -> tuple[dict, list[str]]:
-    """The flags that a run had at its last start, and the names of those that nobody gave; none if
-    it has no record that known takes."""
+def last_flags(out_dir: Path, known: Callable[[dict], dict]) -> tuple[dict, set[str]]:
+    """The flags of the last start of a run that made a step, and the names of those that somebody
+    gave then or before; none if it has no record that known takes."""
+    has_steps = False
     for record in reversed(read_log(out_dir)):
+        has_steps |= "loss" in record
         with suppress(KeyError, TypeError, ValueError):
-            return known(record["flags"]), [str(name) for name in record["chosen"]]
-    return {}, []
+            if has_steps and record["flags"]["model"]:
+                chosen = {name for name in record["flags"] if name not in record["chosen"]}
+                return known(record["flags"]), {*record.get("given", chosen)}
+    return {}, set()
 
 
 def logged(out_dir: Path, name: str) -> dict[int, float]:
     """Step -> the figure of this name; of two the later one, as after a resume."""
     found = [r for r in read_log(out_dir) if isinstance(r.get(name), float)]
-    return {r["step"]: r[name] for r in found if type(r.get("step")) is int}
+    found = [r for r in found if type(r.get("step")) is int and math.isfinite(r[name])]
+    return {r["step"]: r[name] for r in found}
 
 
 def noted(out_dir: Path, step: int) -> set[str]:

@@ -101,7 +101,8 @@ class SharedOptimizer(Optimizer):
                 p.grad = None
         super().step()
         for rank in range(self.world.size):  # each one's part in one piece: 2 messages, not 148
-            params = [p.detach() for p in self.params if self.owners[p] == rank]
+            if not (params := [p.detach() for p in self.params if self.owners[p] == rank]):
+                continue  # more ranks than parameters
             whole = torch.cat([p.flatten() for p in params])
             dist.broadcast(whole, rank)
             for p, part in zip(params, whole.split([p.numel() for p in params]), strict=True):

@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,19 +28,13 @@ def spelled(name: str) -> str:
 
 
 def goes_on_with(
-    out_dir: Path, given: dict, known: Callable, unset: dict, recipes: dict, once: set,
-    rounding: set,
+    out_dir: Path, typed: dict, known: Callable, once: set
 ) -> tuple[dict, str]:  # fmt: skip
-    """The flags that the run in out_dir had at its last start and that are not given now, and in
-    words those that its recipe has not. Flags of a command alone, once, do not count, and of
-    rounding, which its device may have chosen, only what somebody gave."""
-    flags, chosen = last_flags(out_dir, known)
-    own = {n: v for n, v in flags.items() if v != "" and n not in {*once, *given}}
-    own = {n: v for n, v in own.items() if n not in rounding or (n not in chosen and v != unset[n])}
-    if "steps" in given and "warmup_steps" in own:
-        own["warmup_steps"] = min(own["warmup_steps"], given["steps"] // 5)
-    recipe = unset | recipes.get(flags.get("model"), {})
-    told = [f"{spelled(n)}={v}" for n, v in own.items() if n != "model" and v != recipe[n]]
+    """The flags that somebody has given to the run in out_dir and that are not typed now, and its
+    model; and in words what they are. Flags of a command alone, once, do not count."""
+    flags, given = last_flags(out_dir, known)
+    own = {n: v for n, v in flags.items() if n in given | {"model"} and n not in {*once, *typed}}
+    told = [f"{spelled(n)}={v}" for n, v in own.items() if n != "model"]
     words = f"{out_dir} goes on with its own {shlex.join(told)}" if told else ""
     return own | ({"out_dir": str(out_dir)} if flags else {}), words
 
@@ -50,7 +45,8 @@ def start(
     """The first record of a run, in words and for its log: facts and what they lead to."""
     flags, tokens = facts["flags"], sum(shard.num_tokens for shard in loader.shards)
     chosen = [name for name in flags if name not in given and flags[name] != unset[name]]
-    record = {name: facts[name] for name in ("environment", "flags")} | {"chosen": chosen} | facts
+    record = {name: facts[name] for name in ("environment", "flags")}
+    record |= {"chosen": chosen, "given": sorted(given)} | facts
     record |= {"epochs": flags["steps"] * flags["batch_tokens"] / (len(loader) * loader.T)}
     record |= {"unused_tokens": tokens - len(loader) * loader.T}
     record |= {"data": str(loader.shards[0].path.parent)}
@@ -132,43 +128,47 @@ def resume_text(
 
 
 def needs(
-    model: GPT, seconds: list[float], num_passes: int, size: tuple[int, int],
-    peak_mib: float | None, keep: int,
+    optimizer: torch.optim.Optimizer, seconds: list[float], num_passes: int,
+    size: tuple[int, int], peak_mib: float | None, keep: int,
 ) -> str:  # fmt: skip
     """What a run of so many passes over B x T tokens takes, from the seconds of some of them, each
-    with an update of the weights, and their peak of memory."""
-    per_pass, weights = median(seconds), 4 * sum(p.numel() for p in model.parameters()) / 1e6
+    with an update of the weights, and their peak of memory. Of optimizer the sizes are taken."""
+    weights = sum(p.nbytes for group in optimizer.param_groups for p in group["params"]) / 1e6
+    moments = sum(v.nbytes for own in optimizer.state.values() for v in own.values()) / 1e6
+    per_pass = median(seconds)
     peak = f"{peak_mib * 2**20 / 1e6:,.0f} MB" if peak_mib else "not known here"
     return "\n".join([
         "dry run: nothing was written",
-        f"memory: weights {weights:,.0f} MB, gradients {weights:,.0f}, moments {2 * weights:,.0f};"
+        f"memory: weights {weights:,.0f} MB, gradients {weights:,.0f}, moments {moments:,.0f};"
         f" with activations and all else {peak}",
-        f"disk: {keep + 2} checkpoints of {3 * weights:,.0f} MB",
-        f"time: {num_passes:,} passes over {size[0]} x {size[1]:,} tokens,"
+        f"disk: {keep + 2} checkpoints of {weights + moments:,.0f} MB",
+        f"time of the steps: {num_passes:,} passes over {size[0]} x {size[1]:,} tokens,"
         f" {1000 * per_pass:,.0f} ms each: at most {num_passes * per_pass / 3600:,.2f} hours",
     ])  # fmt: skip
 
 
 def stop_text(out_dir: Path, step: int) -> str:
+    """What to type to go on."""
     command = f"python train_gpt2.py --resume --out-dir {shlex.quote(str(out_dir))}"
-    return f"stopped by a signal after step {step}; to go on, the same command or: {command}"
+    return f"stopped by a signal after step {step}; to go on: {command}"
 
 
 def end_text(out_dir: Path) -> str:
     """How a finished run went, as its log has it, and what to type next."""
     told, losses = ["done"], {}
-    with suppress(OSError):  # the log can't be read: no reason to fail
-        seconds = round(sum(logged(out_dir, "ms").values()) / 1000)
-        losses, in_bytes = (logged(out_dir, name) for name in ("val_loss", "bits_per_byte"))
-        steps = len(logged(out_dir, "ms"))
-        told = [f"done: {steps:,} steps in {timedelta(seconds=seconds)}"] if steps else told
+    with suppress(OSError, OverflowError):  # a log that can't be read is no reason to fail
+        names = ("val_loss", "bits_per_byte", "ms")
+        losses, in_bytes, ms = (logged(out_dir, name) for name in names)
+        time_taken = timedelta(seconds=round(sum(ms.values()) / 1000))
+        told = [f"done: {len(ms):,} steps in {time_taken}"] if ms else told
     if losses:
         last, best = max(losses), min(losses, key=losses.get)
         bits = f" ({in_bytes[last]:.4f} bits per byte)" if last in in_bytes else ""
         told += [
             f"validation {losses[last]:.4f}{bits}, best {losses[best]:.4f} after step {best:,}"
         ]
-    files = [max(out_dir.glob("checkpoint_*.pt"), default=out_dir), out_dir / "loss.png"]
+    saved = sorted(out_dir.glob("checkpoint_[0-9]*.pt"), key=lambda path: (len(path.name), path))
+    files = [*saved[-1:], out_dir / "loss.png"]
     folder = shlex.quote(str(out_dir))
     return "\n".join(
         [
@@ -187,15 +187,18 @@ class Status:
     def __init__(self, note: Callable[[str], None], is_main: bool):
         tqdm.monitor_interval = 0  # no thread of its own
         # None: off where stderr is no terminal
-        self.bar = tqdm(bar_format="{desc}", leave=False, disable=None if is_main else True)
-        self.note, self.shown, self.begin = note, -math.inf, time.monotonic()
+        is_off = None if is_main and sys.stderr else True
+        self.bar = tqdm(bar_format="{desc}", leave=False, disable=is_off)
+        self.note, self.shown, self.begin, self.kind = note, -math.inf, time.monotonic(), ""
 
     def __call__(self, phase: str):
         self.note(phase)
         now, part = time.monotonic(), re.search(r"(\d+)/(\d+)", phase)
         k, n = map(int, part.groups()) if part else (1, 1)
         self.begin = now if k == 1 else self.begin
-        if now - self.shown > 0.3 and not self.bar.disable:
+        kind, was = re.sub(r"\d+", "", phase), self.kind
+        if not self.bar.disable and (kind != was or now - self.shown > 0.3):
+            self.kind = kind
             left = timedelta(seconds=round((now - self.begin) / max(1, k - 1) * (n - k + 1)))
             self.bar.set_description_str(f"{phase}, {left} left" if k > 1 else phase)
             self.shown = now

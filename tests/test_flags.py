@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import train
 
 import prepare_data
 import train_gpt2
@@ -54,6 +55,12 @@ def test_a_synonym_is_no_flag_of_ours_and_names_one():
 def test_a_flag_that_is_like_no_other_gets_no_guess():
     with pytest.raises(ValueError, match="unrecognized arguments: --zero-grad 1; see --help"):
         parse_args(["--zero-grad", "1"], "cpu")
+
+
+def test_help_begins_with_what_it_is_and_ends_with_commands(tmp_path):
+    code, out, _ = train(["--help"], tmp_path)
+    assert code == 0 and train_gpt2.__doc__.splitlines()[0] in out
+    assert out.rstrip().endswith(train_gpt2.__doc__.splitlines()[-1])
 
 
 def test_nanogpts_spelling_is_understood():

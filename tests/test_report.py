@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import digest, flags, losses, records, train
 
+import train_gpt2
 from support import report
 
 
@@ -92,17 +94,19 @@ def test_resume_needs_no_flag_again(data_dir, tmp_path):
     assert max(losses(tmp_path / "run")) == 14
 
 
-def test_a_damaged_record_of_flags_is_passed_over(tmp_path):
-    good = {"flags": {"steps": 7}, "chosen": ["tf32"]}
-    bad = [{"flags": [1], "chosen": []}, {"flags": {"steps": "x"}, "chosen": []}, {"flags": None}]
-    lines = [json.dumps(record) for record in (good, *bad)]
+def test_a_damaged_record_of_flags_and_a_start_without_a_step_are_passed_over(tmp_path):
+    good = {"flags": {"model": "nano", "steps": 7}, "given": ["steps"], "chosen": []}
+    bad = [{"flags": [1], "chosen": []}, {"flags": {"model": "x", "steps": "x"}, "chosen": []},
+           {"flags": {}, "chosen": []}, {"flags": None}]  # fmt: skip
+    failed = {"flags": {"model": "nano", "steps": 9}, "given": ["steps"], "chosen": []}
+    lines = [json.dumps(record) for record in (good, *bad, {"step": 1, "loss": 2.5}, failed)]
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
 
     def known(found):
-        return {"steps": found["steps"] + 0}
+        return found | {"steps": found["steps"] + 0}
 
-    own, told = report.goes_on_with(tmp_path, {}, known, {"steps": 50}, {}, set(), set())
-    assert own == {"steps": 7, "out_dir": str(tmp_path)} and "--steps=7" in told
+    own, told = report.goes_on_with(tmp_path, {}, known, set())
+    assert own == {"model": "nano", "steps": 7, "out_dir": str(tmp_path)} and "--steps=7" in told
 
 
 def test_the_terminal_shows_every_so_many_steps_and_the_log_all(data_dir, tmp_path):
@@ -113,9 +117,48 @@ def test_the_terminal_shows_every_so_many_steps_and_the_log_all(data_dir, tmp_pa
     assert len(losses(tmp_path / "run")) == 12
 
 
+def test_a_speed_up_that_was_given_stays_and_one_that_is_typed_wins(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", flash=None, bf16=None)
+    code, _, err = train([*line, "--speed-ups=bf16"], tmp_path)
+    assert code == 0, err
+    code, out, err = train(["--resume", "--out-dir=run", "--steps=14"], tmp_path)
+    assert code == 0 and "not bit for bit" not in out and "--no-bf16" not in out, err
+    code, out, err = train(
+        ["--resume", "--out-dir=run", "--steps=16", "--speed-ups=fused", "--no-compile",
+         "--no-pad-vocab"], tmp_path
+    )  # fmt: skip
+    assert code == 0 and "--fused True instead of False" in out, err
+
+
+@pytest.mark.parametrize("ms", [math.nan, math.inf, 1e300])
+def test_a_damaged_figure_ends_no_finished_run(tmp_path, ms):
+    records = [{"step": 1, "loss": 2.5, "ms": ms}, {"step": 1, "val_loss": ms}]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert report.end_text(tmp_path).startswith("done")
+
+
+def test_the_newest_checkpoint_is_the_one_with_the_most_steps(tmp_path):
+    for name in ("999999", "1000000", "best"):
+        (tmp_path / f"checkpoint_{name}.pt").touch()
+    assert f"written: {tmp_path / 'checkpoint_1000000.pt'}\n" in report.end_text(tmp_path)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_samples_are_seen_on_a_terminal(monkeypatch, capsys):
+    """Piece by piece, beside a line that overwrites itself."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    report.Status(bool, True)("a sample")
+    train_gpt2.log.show_samples(iter([iter(["a ", "piece"]), iter(["another"])]))
+    assert capsys.readouterr().out == "a piece\n---\nanother\n"
+
+
+def test_without_stderr_nothing_is_shown(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    report.Status(bool, True)("opening the data")
 
 
 def test_a_terminal_shows_what_goes_on_and_what_is_left(monkeypatch):
@@ -142,4 +185,4 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(data_dir, tmp_path):
     [title, memory, disk, hours] = out.splitlines()[-4:]
     assert title == "dry run: nothing was written" and memory.startswith("memory: weights ")
     assert disk.startswith("disk: 4 checkpoints of ") and hours.endswith(" hours")
-    assert hours.startswith("time: 144 passes over 1 x 16 tokens, ")
+    assert hours.startswith("time of the steps: 144 passes over 1 x 16 tokens, ")
