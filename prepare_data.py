@@ -64,7 +64,7 @@ class PrepareConfig:
     download: str = flag("", "fetch tokens that others published instead", choices=CORPORA)
     multiple_choice: tuple = flag((), "files of questions in JSON lines, for --hellaswag")
     verify: bool = flag(False, "compare the shards with their manifest instead")
-    data_dir: str = flag("", "folder to write; none: data/CORPUS", group="how")
+    data_dir: str = flag("", "folder to write; a download, or no input: data/CORPUS", group="how")
     tokenizer: str = flag("bytes", "GPT-2's, or bytes", choices=VOCAB_SIZES)
     text_field: str = flag("text", "where a line or row has its text")
     shard_tokens: int = flag(100_000_000, "tokens per shard", 1024)

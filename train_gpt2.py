@@ -8,6 +8,7 @@ python train_gpt2.py --resume --sample-only --prompt "def "      # or --eval-onl
 import os
 
 __launcher__ = os.getppid()  # before torch is imported, which takes longer than torchrun may live
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # threads that wait soon yield a core: busy.py
 
 import math
 import sys
@@ -40,7 +41,6 @@ from support.watch import Watcher, due
 from support.weights import Source
 
 # ---- Flags, each declared once, with type, default and help. The story begins with main, below
-
 SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")
 
 
@@ -117,7 +117,7 @@ class TrainConfig:
 
     eval_only: bool = flag(False, "validate the weights, train nothing", group="other modes")
     sample_only: bool = flag(False, "sample from the weights, train nothing")
-    dry_run: bool = flag(False, "say what the run takes, from ten passes, and write nothing")
+    dry_run: bool = flag(False, "say what the run takes, from ten passes, and write nothing of it")
     export: str = flag("", "new folder for the weights in Hugging Face's format, train nothing")
 
     def __post_init__(self):
@@ -409,11 +409,11 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
             _ = world.is_main and log.show(report.end_text(out_dir))
             return None
     initial = source.weights(shape) if source and not saved else None
+    world.note("compiling and warming up")
     off = device.why_off(asdict(config), given, world.device)
     config = replace(config, out_dir=str(out_dir), **device.chosen(off, given, world.device))
     lock, size = [], 12 * shape.num_params  # weights and two moments, float32
     world.from_main(lambda: lock.append(folder.take(out_dir, config.keep, size, seen)))
-    world.note("compiling and warming up")
     run = build(config, world, data, shape, initial, examples, lock, boards)
     log_start(run, given, off, bool(saved))
     # The first compiles. In the second DDP rearranges its buckets, as after the first backward pass

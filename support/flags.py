@@ -68,10 +68,10 @@ class OneLineParser(argparse.ArgumentParser):
     synonyms: dict[str, str] = {}
 
     def error(self, message: str):
-        found = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-        if found and found[1] in self.synonyms:
-            raise ValueError(f"{found[1]} is called otherwise here: {self.synonyms[found[1]]}")
-        near = found and difflib.get_close_matches(found[1], self._option_string_actions, 1, 0.8)
+        found = re.findall(r"(?<=\s)--[^\s=]+", message) if "unrecognized" in message else []
+        if known := [name for name in found if name in self.synonyms]:
+            raise ValueError("; ".join(f"{name} here is {self.synonyms[name]}" for name in known))
+        near = found and difflib.get_close_matches(found[0], self._option_string_actions, 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise ValueError(f"{message}; {hint}")
 

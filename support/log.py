@@ -199,8 +199,7 @@ def last_flags(out_dir: Path, known: Callable[[dict], dict]) -> tuple[dict, set[
         has_steps |= "loss" in record
         with suppress(KeyError, TypeError, ValueError):
             if has_steps and record["flags"]["model"]:
-                chosen = {name for name in record["flags"] if name not in record["chosen"]}
-                return known(record["flags"]), {*record.get("given", chosen)}
+                return known(record["flags"]), {*record["given"]}
     return {}, set()
 
 

@@ -72,7 +72,7 @@ def start_text(record: dict, sizes: list[tuple[int, int]], num_sequences: int) -
         f"{env['ranks']} x {env['device_name'] or env['device']}, torch {env['torch']}:"
         f" {record['matmul_tflops']:.3g} TFLOP/s in matrix products",
         *["an NVIDIA GPU is here, but this torch is for CPUs: pytorch.org"] * has_unused_gpu(env),
-        f"{num_sequences:,} sequences of {flags['seq_len']} {record['tokenizer']} tokens:"
+        f"{num_sequences:,} sequences of {flags['seq_len']} tokens ({record['tokenizer']}):"
         f" {record['epochs']:.2f} epochs in {flags['steps']:,} steps,"
         f" {record['unused_tokens']:,} tokens unused",
         *[f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}"] * lacks_vocab,
@@ -138,7 +138,7 @@ def needs(
     per_pass = median(seconds)
     peak = f"{peak_mib * 2**20 / 1e6:,.0f} MB" if peak_mib else "not known here"
     return "\n".join([
-        "dry run: nothing was written",
+        "dry run: nothing of the run was written",
         f"memory: weights {weights:,.0f} MB, gradients {weights:,.0f}, moments {moments:,.0f};"
         f" with activations and all else {peak}",
         f"disk: {keep + 2} checkpoints of {weights + moments:,.0f} MB",

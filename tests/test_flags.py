@@ -39,8 +39,14 @@ def test_the_sizes_have_gpt3s_learning_rates():
     ],
 )  # fmt: skip
 def test_what_it_is_called_elsewhere_is_understood(typed, here):
-    with pytest.raises(ValueError, match=f"is called otherwise here: {here}"):
+    with pytest.raises(ValueError, match=f"{typed[:4]}.* here is {here}"):
         parse_args(typed.split(), "cpu")
+
+
+def test_every_synonym_of_a_line_is_told_at_once():
+    said = "--max-iters here is --steps; --lr here is --learning-rate"
+    with pytest.raises(ValueError, match=said):
+        parse_args(["--max_iters=10", "--zzz", "--lr", "1e-3"], "cpu")
 
 
 def test_a_synonym_is_no_flag_of_ours_and_names_one():

@@ -51,7 +51,7 @@ def test_weights_and_biases_get_the_figures_of_each_step(tmp_path, monkeypatch):
         log=logged.append))  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     for _ in range(2):
-        log = train_gpt2.log.make_log(tmp_path, True, [train_gpt2.log.wandb()(tmp_path)])
+        log = train_gpt2.log.make_log(tmp_path, False, [train_gpt2.log.wandb()(tmp_path)])
         log("step 1", step=1, loss=2.5, grad_norm=0.5)
         log("saved", saved=1, save_s=0.1)
     assert logged == [{"loss": 2.5, "grad_norm": 0.5, "step": 1}] * 2

@@ -22,7 +22,7 @@ def test_gpt2_on_bytes_for_want_of_its_vocabulary_says_so(whole):
         changed, is_said = record | {"flags": flags}, not more
         text = report.start_text(changed, sizes, 7)
         assert ("\non bytes, since GPT-2's vocabulary is not here: fetch http" in text) == is_said
-        assert "7 sequences of 16 bytes tokens: " in text
+        assert "7 sequences of 16 tokens (bytes): " in text
 
 
 @pytest.fixture
@@ -183,6 +183,8 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(data_dir, tmp_path):
     assert code == 0, err
     assert not (tmp_path / "out").exists() and not [*tmp_path.rglob("*.pt")]
     [title, memory, disk, hours] = out.splitlines()[-4:]
-    assert title == "dry run: nothing was written" and memory.startswith("memory: weights ")
+    assert title == "dry run: nothing of the run was written" and memory.startswith(
+        "memory: weights "
+    )
     assert disk.startswith("disk: 4 checkpoints of ") and hours.endswith(" hours")
     assert hours.startswith("time of the steps: 144 passes over 1 x 16 tokens, ")
