@@ -196,13 +196,12 @@ def draw(content: dict, path: Path):
     figure = Figure(figsize=(9, 3.4 * len(names)), layout="constrained")
     grid = figure.subplots(len(names), 2, squeeze=False, sharey="row")
     for name, (left, right) in zip(names, grid, strict=True):
-        for kind, runs in shown(content["runs"], name).items():
-            how = {"color": COLORS[kind], "linewidth": 1.4}
-            for run in runs:
-                tokens = [step * run["tokens_per_step"] / 1e6 for step in run["step"]]
-                left.plot(tokens, run["loss"], **how)
-                if run["seed"] != SEEDS[0]:
-                    right.plot(run["seconds"], run["loss"], **how)
+        curves = shown(content["runs"], name).items()
+        for color, run in ((COLORS[kind], run) for kind, runs in curves for run in runs):
+            tokens = [step * run["tokens_per_step"] / 1e6 for step in run["step"]]
+            left.plot(tokens, run["loss"], color=color, linewidth=1.4)
+            if run["seed"] != SEEDS[0]:
+                right.plot(run["seconds"], run["loss"], color=color, linewidth=1.4)
         left.set(xlabel="million tokens", ylabel="validation loss")
         left.set_title(f"{name}, {content['corpus']}", fontsize=13, loc="left")
         right.set(xlabel="seconds of steps")

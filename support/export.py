@@ -72,7 +72,7 @@ def texts(config: GPTConfig, source: Source, folder: Path, records: list) -> dic
 
 def hf_bytes() -> dict:
     """The tokenizer of bytes, in the format of Hugging Face's tokenizers: BPE without a merge."""
-    # a printable character for each byte: https://github.com/openai/gpt-2/blob/master/src/encoder.py
+    # a printable character for each byte, as in https://github.com/openai/gpt-2, src/encoder.py
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     chars = [chr(b if b in printable else 256 + others.index(b)) for b in range(256)]
