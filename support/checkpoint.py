@@ -44,14 +44,14 @@ STORED = {  # how torch.save writes each part: neither packed nor encrypted, and
 # Archives
 
 
-def load_archive(path: Path, stand_ins: tuple = ()) -> dict:
+def load_archive(path: Path, stand_ins: tuple = (), mapped: bool = False) -> dict:
     """What torch.save wrote to path; ValueError if it did not, or if a byte has changed since.
-    stand_ins are pairs of a class and the name of the one it is loaded for."""
+    Ranks share what is mapped, until they copy it. stand_ins: a class and a name to load it for."""
     with open(path, "rb") as file, torch.serialization.safe_globals(list(stand_ins)):
         try:
             check_archive(file)
             file.seek(0)
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            saved = torch.load(path if mapped else file, "cpu", weights_only=True, mmap=mapped)
             if not isinstance(saved, dict):
                 raise ValueError(f"it holds a {type(saved).__name__}, not parts with names")
             return saved
@@ -260,9 +260,9 @@ def is_good(path: Path) -> bool:
     return True
 
 
-def read_checkpoint(path: Path) -> dict:
+def read_checkpoint(path: Path, mapped: bool = False) -> dict:
     """What save_checkpoint wrote; ValueError if it is damaged, FileNotFoundError if it is gone."""
-    saved = load_archive(path)
+    saved = load_archive(path, mapped=mapped)
     check_state(saved, path)
     return saved
 
@@ -280,11 +280,11 @@ def newest_checkpoint(
     """The newest checkpoint that every rank can read, each once, and what it holds; None if there
     is none, NoGoodCheckpoint if none is good. report is told of each that is damaged, or that check
     refuses. gather collects a value of each rank, the main one's first."""
-    tried = []
+    tried, is_shared = [], len(gather(0)) > 1
     while paths := [path for path in gather(checkpoints(out_dir))[0] if path not in tried]:
         path, saved, why = paths[0], None, ""
         try:
-            check(saved := read_checkpoint(path))
+            check(saved := read_checkpoint(path, is_shared))
         except OSError as error:  # a run that goes on meanwhile has removed it
             why = f"{path} can't be read: {error.strerror}"
         except ValueError as error:

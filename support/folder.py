@@ -103,6 +103,8 @@ class TrainState:
         self.model.load_state_dict(saved["model"])
         groups = torch.optim.AdamW.state_dict(self.optimizer)["param_groups"]
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
+        for moments in self.optimizer.state.values():  # of its own: saved may be mapped from a file
+            moments |= {name: value.clone() for name, value in moments.items()}
         if scaler := saved.get("scaler"):  # there is none without --fp16
             self.scaler.load_state_dict(scaler)
         self.loader.position = saved["position"]

@@ -1,17 +1,20 @@
 """Tests ../support/folder.py."""
 
+import gc
 import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import flags, state_of
 
 import train_gpt2
-from support.checkpoint import checkpoints, save_checkpoint
-from support.folder import Saver
+from support.checkpoint import checkpoints, newest_checkpoint, save_checkpoint
+from support.folder import Saver, TrainState
+from support.optimizer import Optimizer
 
 
 def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
@@ -63,3 +66,22 @@ def test_a_save_that_finds_no_memory_for_a_copy_is_written_at_once(tmp_path, mon
     with Saver(tmp_path, 2, torch.device("cuda"), lambda *_, **__: None, print) as saver:
         saver.save(state_of(5), wait=False)
         assert checkpoints(tmp_path)  # before it trains on
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.usefixtures("shapes_at_hand")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_share_the_checkpoint_that_they_read_until_they_train(tmp_path, ranks):
+    """Eight of them would need eight times its memory; a file that is cut ends who maps it."""
+    path = save_checkpoint(tmp_path, state_of(7, muon=True), 2)
+    _, saved = newest_checkpoint(tmp_path, print, lambda value: [value] * ranks)
+    assert (str(path) in Path("/proc/self/maps").read_text()) == (ranks == 2)
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(4, 2, 1, 1, 4, False))
+    decayed, others = model.decay_groups()
+    optimizer = Optimizer([{"params": decayed}, {"params": others}], model.matrices())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    TrainState(model, optimizer, SimpleNamespace(position=0), scaler).load_state_dict(saved)
+    del saved
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert all((value == 7).all() for own in optimizer.state.values() for value in own.values())
