@@ -96,11 +96,9 @@ def wandb() -> type:
 def show(text: str, end: str = "\n"):
     """Print, as long as there is somebody to read it."""
     try:
-        if end == "\n":
-            tqdm.write(printable(text), nolock=True)  # above the line of report.Status
-        else:
-            print(printable(text), end=end)
-        sys.stdout.flush()
+        # above the line of report.Status; a piece of a line has none beside it
+        with tqdm.external_write_mode(nolock=True) if end == "\n" else nullcontext():
+            print(printable(text), end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

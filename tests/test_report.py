@@ -156,9 +156,11 @@ def test_samples_are_seen_on_a_terminal(monkeypatch, capsys):
     assert capsys.readouterr().out == "a piece\n---\nanother\n"
 
 
-def test_without_stderr_nothing_is_shown(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
+def test_without_stdout_and_stderr_nothing_is_shown(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
     report.Status(bool, True)("opening the data")
+    train_gpt2.log.show("a line")
 
 
 def test_a_terminal_shows_what_goes_on_and_what_is_left(monkeypatch):
