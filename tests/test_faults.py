@@ -713,7 +713,7 @@ def twice(run):
 
 
 PHASES = (
-    "opening the data", "compiling and warming up", "validation", "micro-step 1 of step 1",
+    "opening the data", "compiling and warming up", "validation", "micro-step 1/",
     "a sample",
 )  # fmt: skip
 
