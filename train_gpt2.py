@@ -8,7 +8,6 @@ python train_gpt2.py --resume --sample-only --prompt "def "      # or --eval-onl
 import os
 
 __launcher__ = os.getppid()  # before torch is imported, which takes longer than torchrun may live
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # threads that wait soon yield a core: busy.py
 
 import math
 import sys
