@@ -624,14 +624,12 @@ def try_out(config: TrainConfig, given: set[str], source: Source | None, world: 
     with TemporaryDirectory(dir=disk) as empty:
         own = {"resume": False, "out_dir": world.from_main(lambda: empty), "wandb": False}
         run = set_up(replace(config, **own), given, source, world)
-        size, count = (
-            (run.config.micro_batch_size, config.seq_len),
-            run.config.num_micro(world.size),
-        )
+        size = run.config.micro_batch_size, config.seq_len
+        num_passes = config.steps * run.config.num_micro(world.size)
         own = {"batch_tokens": math.prod(size) * world.size, "skip_nonfinite": 10}
         step = partial(train_step, run.state, run.net, replace(run.config, **own), world, bool)
         seconds = timeit.repeat(step, repeat=10, number=1)
-        how = seconds, config.steps * count, size, device.peak_memory_mib(world.device), config.keep
+        how = seconds, num_passes, size, device.peak_memory_mib(world.device), config.keep
         world.from_main(lambda: log.show(report.needs(run.state.optimizer, *how)))
     return 0
 

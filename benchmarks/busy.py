@@ -63,10 +63,10 @@ def measure(names: list[str]) -> dict:
     return {"environment": machine.environment(environment), "rows": rows}
 
 
-def block(contents: list[dict]) -> str:
+def block(contents: dict[str, dict]) -> str:
     """The tables in Markdown: the milliseconds of a step, and the factor that a busy core makes."""
     parts = []
-    for content in contents:
+    for content in contents.values():
         env, table = content["environment"], []
         ms = {(row["model"], row["spins"], row["load"]): row["ms"] for row in content["rows"]}
         for model, setting in dict.fromkeys((m, s) for m, s, _ in ms):
@@ -87,12 +87,12 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.readme:
-            machine.put_into_readme("busy", block([machine.load(path) for path in args.readme]))
+            machine.put_into_readme("busy", block({p.name: machine.load(p) for p in args.readme}))
             return 0
         content = measure(args.only)
         name = content["environment"]["device_name"]
         machine.save(machine.free(machine.results_path("busy", name)), content)
-        print(block([content]))
+        print(block({"": content}))
     except (OSError, ValueError) as error:
         print(f"busy.py: error: {error}", file=sys.stderr)
         return 2

@@ -27,9 +27,7 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def goes_on_with(
-    out_dir: Path, typed: dict, known: Callable, once: set
-) -> tuple[dict, str]:  # fmt: skip
+def goes_on_with(out_dir: Path, typed: dict, known: Callable, once: set) -> tuple[dict, str]:
     """The flags that somebody has given to the run in out_dir and that are not typed now, and its
     model; and in words what they are. Flags of a command alone, once, do not count."""
     flags, given = last_flags(out_dir, known)
