@@ -6,8 +6,11 @@ python train_gpt2.py --resume --sample-only --prompt "def "      # or --eval-onl
 """
 
 import os
+import signal
 
 __launcher__ = os.getppid()  # before torch is imported, which takes longer than torchrun may live
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends an import without a traceback
 
 import math
 import sys
@@ -115,6 +118,7 @@ class TrainConfig:
     zero: bool = flag(False, "less memory: each rank holds its part of the optimizer's state")
 
     eval_only: bool = flag(False, "validate the weights, train nothing", group="other modes")
+    json: bool = flag(False, "all digits of it, as JSON", needs="eval_only")
     sample_only: bool = flag(False, "sample from the weights, train nothing")
     dry_run: bool = flag(False, "say what the run takes, from ten passes, and write nothing of it")
     export: str = flag("", "new folder for the weights in Hugging Face's format, train nothing")
@@ -200,8 +204,7 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
         values["prompt"] = "def "  # Python's own source
     steps = given.get("steps", values.get("steps", TrainConfig.steps))
     values["warmup_steps"] = min(values.get("warmup_steps", TrainConfig.warmup_steps), steps // 5)
-    if given.get("fp16"):
-        values["bf16"] = False
+    values["bf16"] = not given.get("fp16")
     return TrainConfig(**values | given), set(given), source
 
 
@@ -583,8 +586,8 @@ def use_weights(config: TrainConfig, source: Source, world: World) -> int:
         data = world.from_main(lambda: open_data(asked, source))[0]
         examples = open_examples(config.hellaswag, source.shape.vocab_size, data.tokenizer)
         how = data.val, T, config.eval_tokens, data.tokenizer, examples, world
-        words = evaluate.report(model, *how, partial(autocast, config, world.device))
-        tell(f"{source.path}, {words}")
+        how = *how, partial(autocast, config, world.device), config.json
+        tell(evaluate.report(str(source.path), model, *how))
     if config.sample_only and world.is_main:
         log.show_samples(samples(model, source.tokenizer, config, world)())
     return 0

@@ -63,6 +63,16 @@ def test_a_run_goes_on_on_a_gpu(stand_in, data_dir, tmp_path):
     assert found["code"] == 0 and "resumed after step 12" in found["stdout"], found["stderr"]
 
 
+def test_eval_only_takes_32_sequences_a_pass(stand_in, data_dir, tmp_path):
+    source = run(tmp_path, data_dir)
+    line = ("--resume", f"--out-dir={source}", "--eval-only", "--eval-tokens=784")
+    found = memory.on_gpu(stand_in, *line)
+    assert found["code"] == 0 and "784 validation tokens" in found["stdout"], found["stderr"]
+    assert (
+        found["operations"]["embedding"] == 2 * 2
+    )  # 49 sequences of 16; of tokens and of positions
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

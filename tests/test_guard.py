@@ -1,6 +1,8 @@
 """Tests ../support/guard.py: the one line of an error, and the grace after a signal."""
 
 import contextlib
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -20,6 +22,17 @@ def test_a_terminal_obeys_no_text(capsys, monkeypatch):
         "; cure\n"
     )
     assert len(err) == 301 and " ... " in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals, fork and limits of POSIX")
+def test_ctrl_c_while_torch_is_imported_is_no_traceback():
+    program = [sys.executable, "-v", train_gpt2.__file__, "--help"]  # tells each import
+    with subprocess.Popen(program, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                          errors="replace") as process:  # fmt: skip
+        assert any("/torch/__init__" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == -signal.SIGINT and "Traceback" not in rest
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals, fork and limits of POSIX")
