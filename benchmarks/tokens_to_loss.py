@@ -38,9 +38,11 @@ import plot
 
 NETWORKS = {  # parameters of the blocks: 0.8M, 2.7M and 10.6M, the last as nanoGPT's smallest
     "nano": {"steps": 1200, "eval-tokens": 131_072},
-    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 400, "eval-tokens": 32_768},
+    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 400, "eval-tokens": 16_384},
     "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 200, "eval-tokens": 16_384},
 }  # the larger, the fewer, for the time it takes
+for name in ("3M", "10M"):
+    NETWORKS[name]["bf16"] = True  # on a CPU that has it 1.4 and 1.7 times as fast
 RATES = {"AdamW": (2e-3, 4e-3, 8e-3, 16e-3), "Muon": (4e-3, 8e-3, 16e-3, 32e-3)}
 ENDS = (0.1, 0)  # of the cosine, as a share of the peak: for all rates, and for the best two
 SEEDS = (1337, 1338, 1339)
