@@ -38,7 +38,7 @@ import plot
 
 NETWORKS = {  # parameters of the blocks: 0.8M, 2.7M and 10.6M, the last as nanoGPT's smallest
     "nano": {"steps": 1200, "eval-tokens": 131_072},
-    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 400, "eval-tokens": 16_384},
+    "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 300, "eval-tokens": 16_384},
     "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 200, "eval-tokens": 16_384},
 }  # the larger, the fewer, for the time it takes
 for name in ("3M", "10M"):
