@@ -8,13 +8,13 @@
     python benchmarks/tokens_to_loss.py --readme benchmarks/results/tokens-*.json
 
 Each optimizer is at its best: four peak learning rates are tried with a cosine that ends at a tenth
-of them, then the best two with one that ends at zero. What has the lowest last validation loss of
-these six is run with two more seeds, and with each seed once more by Muon for 0.45 of the steps,
-with warm-up and cosine as long: who needs fewer steps plans for fewer. Each run is train_gpt2.py in
-a process of its own, whose log is read. Where one of Muon's two curves first falls below the last
-loss of AdamW with the same seed is found between two validations on a straight line. Seconds are
-those of the steps alone, and compared only between runs that came one after the other: those of the
-later seeds.
+of them, and more while the best one is at the edge; then the best two with one that ends at zero.
+What has the lowest last validation loss of these is run with two more seeds, and with each seed
+once more by Muon for 0.45 of the steps, with warm-up and cosine as long: who needs fewer steps
+plans for fewer. Each run is train_gpt2.py in a process of its own, whose log is read. Where one of
+Muon's two curves first falls below the last loss of AdamW with the same seed is found between two
+validations on a straight line. Seconds are those of the steps alone, and compared only between runs
+that came one after the other: those of the later seeds.
 
 Writes results/tokens-<device>-<date>-<corpus>.json after each run, and at the end a picture.
 --readme puts the table of such files into benchmarks/README.md, and draws their pictures anew.
@@ -56,8 +56,9 @@ def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
     for optimizer, rates in RATES.items():
         for rate in rates[: 1 if args.quick else None]:
             yield setting(name, args, optimizer, SEEDS[0], rate, ENDS[0])
-        tried = [r for r in runs_of(runs, name, optimizer, SEEDS[0]) if r["end"] == ENDS[0]]
-        for run in sorted(tried, key=last_loss)[:2]:
+        while not args.quick and (rate := beyond(search(runs, name, optimizer))):
+            yield setting(name, args, optimizer, SEEDS[0], rate, ENDS[0])
+        for run in sorted(search(runs, name, optimizer), key=last_loss)[:2]:
             yield setting(name, args, optimizer, SEEDS[0], run["rate"], ENDS[1])
     for seed in SEEDS:
         for optimizer, length in (("AdamW", 1), ("Muon", 1), ("Muon", SHORT)):
@@ -85,6 +86,19 @@ def runs_of(
     wanted = (name, optimizer, seed, length)
     keys = ("network", "optimizer", "seed", "length")
     return [run for run in runs if tuple(run[key] for key in keys) == wanted]
+
+
+def search(runs: list[dict], name: str, optimizer: str) -> list[dict]:
+    """Those that have tried a rate."""
+    return [run for run in runs_of(runs, name, optimizer, SEEDS[0]) if run["end"] == ENDS[0]]
+
+
+def beyond(tried: list[dict]) -> float | None:
+    """The rate to try next if the best so far is the lowest or the highest of up to seven."""
+    rates, best = [run["rate"] for run in tried], min(tried, key=last_loss)["rate"]
+    if len(rates) > 7 or min(rates) < best < max(rates):
+        return None
+    return best / 2 if best == min(rates) else 2 * best
 
 
 def last_loss(run: dict) -> float:

@@ -71,20 +71,32 @@ def test_the_table_has_a_row_for_each_network_that_is_done():
 def test_the_last_settings_are_of_the_best_rate():
     args, runs = Namespace(steps=100, eval_tokens=1, data_dir="", quick=False), []
     for setting in tokens_to_loss.settings("nano", args, runs):
-        is_best = (setting["rate"], setting["end"]) in ((2e-3, 0), (32e-3, 0.1))
-        runs.append(setting | {"loss": [1.0 if is_best else 2.0 + setting["rate"]]})
-    for optimizer, best in (("AdamW", (2e-3, 0)), ("Muon", (32e-3, 0.1))):
-        search = [run for run in runs[:12] if run["optimizer"] == optimizer]
-        assert [run["end"] for run in search] == [0.1] * 4 + [0] * 2
-        assert len({run["rate"] for run in search[:4]}) == 4
-        assert best[0] in {run["rate"] for run in search[4:]}
-        assert {(r["rate"], r["end"]) for r in runs[12:] if r["optimizer"] == optimizer} == {best}
+        own, best = setting["optimizer"], {"AdamW": 1e-3, "Muon": 16e-3}
+        is_best = (own, setting["rate"], setting["end"]) == ("AdamW", 2e-3, 0)
+        distance = abs(math.log2(setting["rate"] / best[own])) + (own == "Muon") * setting["end"]
+        runs.append(setting | {"loss": [1.0 if is_best else 2.0 + distance]})
+    known = {"AdamW": [2e-3, 4e-3, 8e-3, 16e-3, 1e-3, 5e-4], "Muon": [4e-3, 8e-3, 16e-3, 32e-3]}
+    for optimizer, best in (("AdamW", (2e-3, 0)), ("Muon", (16e-3, 0))):
+        search = [run for run in runs[:14] if run["optimizer"] == optimizer]
+        num = len(known[optimizer])  # the lowest was the best of AdamW's first four, so it goes on
+        assert [run["end"] for run in search] == [0.1] * num + [0] * 2
+        assert [run["rate"] for run in search[:num]] == known[optimizer]
+        assert best[0] in {run["rate"] for run in search[num:]}
+        assert {(r["rate"], r["end"]) for r in runs[14:] if r["optimizer"] == optimizer} == {best}
     seeds = [seed for seed in tokens_to_loss.SEEDS for _ in range(3)]
-    assert [run["seed"] for run in runs[12:]] == seeds
+    assert [run["seed"] for run in runs[14:]] == seeds
     turn = [("AdamW", 100, 4), ("Muon", 100, 4), ("Muon", 45, 1)]
-    flags = [(run["optimizer"], run["flags"]) for run in runs[12:]]
+    flags = [(run["optimizer"], run["flags"]) for run in runs[14:]]
     assert [(name, own["steps"], own["warmup-steps"]) for name, own in flags] == turn * 3
     assert all(own["muon"] == (name == "Muon") for name, own in flags)
+
+
+def test_the_search_for_a_rate_ends():
+    """Even where each higher one is better."""
+    tried = [made("Muon", {0: 6.0, 20: 1 / rate}, rate=rate) for rate in (4e-3, 8e-3, 16e-3)]
+    while rate := tokens_to_loss.beyond(tried):
+        tried.append(made("Muon", {0: 6.0, 20: 1 / rate}, rate=rate))
+    assert len(tried) == 8 and tried[-1]["rate"] == 512e-3
 
 
 def test_part_of_a_turn_comes_again(tmp_path, monkeypatch):
