@@ -28,7 +28,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -476,14 +476,13 @@ def with_val_fraction(config: PrepareConfig, num_tokens: float) -> PrepareConfig
 def working_in(folder: Path) -> Iterator:
     """Make folder and keep other processes out of it. What is empty at the end goes again."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    with locked(folder), ExitStack() as at_end:
-        _ = [at_end.callback(remove, path) for path in reversed([folder / "lock", *made])]
-        yield
-
-
-def remove(path: Path):
-    with suppress(OSError):  # a folder that holds something, and an open file on Windows
-        path.rmdir() if path.is_dir() else path.unlink()
+    with locked(folder):
+        try:
+            yield
+        finally:
+            for path in (folder / "lock", *made):
+                with suppress(OSError):  # a folder that holds something; Windows: an open file
+                    path.rmdir() if path.is_dir() else path.unlink()
 
 
 def check_own(folder: Path):

@@ -177,11 +177,12 @@ known_flags = partial(known, TrainConfig, warmup_steps=0)  # those in another ru
 read_flags = partial(parse, make_parser(TrainConfig, __doc__ or "", RECIPES, SYNONYMS))
 
 
-def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str], Source | None]:
+def parse_args(
+    argv: list[str], device_type: str, is_main: bool = True
+) -> tuple[TrainConfig, set[str], Source | None]:
     """The run that a command line asks for, the names of the flags that it gives, and the weights
     that it begins with."""
     typed = read_flags(argv)
-    is_main = os.environ.get("RANK", "0") == "0"
     for name in ("data_dir", "out_dir", "init_from", "hellaswag", "export"):
         if typed.get(name) == "":
             raise ValueError(f"{spell(name)} is empty: name one, or leave it out")
@@ -189,7 +190,8 @@ def parse_args(argv: list[str], device_type: str) -> tuple[TrainConfig, set[str]
     if typed.get("resume") and not any(map(typed.get, ("eval_only", "sample_only", "export"))):
         out_dir = folder.choose_out_dir(typed.get("out_dir", ""), resume=True)
         own, told = report.goes_on_with(out_dir, given, known_flags, ONCE)
-        _ = is_main and told and log.show(told)
+        if told and is_main:
+            log.show(told)
         given = own | given
     source = weights.find_source(given, typed, partial(guard.fail, 7, is_main=is_main), known_flags)
     model = given.get("model", "gpt2" if device_type == "cuda" or source else "nano")
@@ -408,7 +410,7 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     saved = own_state(config, out_dir, data, shape, world) if config.resume else None
     if saved and saved["step"] >= config.steps:
         if world.from_main(partial(log.noted, out_dir, saved["step"])) >= watched(config).keys():
-            _ = world.is_main and log.show(report.end_text(out_dir))
+            world.tell(report.end_text(out_dir))
             return None
     initial = source.weights(shape) if source and not saved else None
     world.note("compiling and warming up")
@@ -503,8 +505,7 @@ def make_net(
     if config.micro_batch_size:
         return *make(), config
     B = device.most_sequences(config.num_micro(world.size), config.seq_len, world.device)
-    tell, share = log.show if world.is_main else bool, world.size if config.zero else 1
-    model, net, B = device.fitting(make, attempt, B, share, world, tell)
+    model, net, B = device.fitting(make, attempt, B, world.size if config.zero else 1, world)
     return model, net, replace(config, micro_batch_size=B)
 
 
@@ -575,19 +576,18 @@ def use_weights(config: TrainConfig, source: Source, world: World) -> int:
     model = GPT(source.shape, **{name: getattr(config, name) for name in how})
     model.load_state_dict(source.weights(source.shape))
     model.to(world.device).train(False)
-    tell = log.show if world.is_main else bool
     if config.export:
         from support.export import export
 
         records = log.read_log(source.path.parent) if source.flags else []
-        tell(world.from_main(partial(export, model, source, Path(config.export), records)))
+        world.tell(world.from_main(partial(export, model, source, Path(config.export), records)))
     if config.eval_only:
         asked = replace(config, seq_len=T, model=source.flags.get("model", "gpt2"))
         data = world.from_main(lambda: open_data(asked, source))[0]
         examples = open_examples(config.hellaswag, source.shape.vocab_size, data.tokenizer)
         how = data.val, T, config.eval_tokens, data.tokenizer, examples, world
         how = *how, partial(autocast, config, world.device), config.json
-        tell(evaluate.report(str(source.path), model, *how))
+        world.tell(evaluate.report(str(source.path), model, *how))
     if config.sample_only and world.is_main:
         log.show_samples(samples(model, source.tokenizer, config, world)())
     return 0
@@ -607,12 +607,12 @@ def main(argv: list[str] | None = None) -> int:
 def run_program(argv: list[str], signals: guard.Signals) -> int:
     kind = read_flags(argv).get("device", "auto")
     world = ranks.find_world(dict(os.environ), torch.cuda.device_count(), kind)
-    config, given, source = parse_args(argv, world.device.type)
+    config, given, source = parse_args(argv, world.device.type, world.is_main)
     torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
     watchdog = guard.Watchdog(config.timeout_s, world.rank, world.size, torchrun)
     with watchdog, ranks.process_group(world, config.timeout_s):
-        is_shown = world.is_main and not config.sample_only  # a sample shows itself
-        world = replace(world, note=report.Status(watchdog.note, is_shown))
+        note = report.Status(watchdog.note, world.is_main and not config.sample_only)
+        world = replace(world, note=note, tell=log.show if world.is_main else bool)
         if config.eval_only or config.sample_only or config.export:
             return use_weights(*as_saved(config, given, source, world), world)
         if config.dry_run:

@@ -182,7 +182,7 @@ def most_sequences(sequences: int, seq_len: int, device: torch.device) -> int:
 
 
 def fitting(
-    make: Callable, attempt: Callable, B: int, share: int, world, tell: Callable
+    make: Callable, attempt: Callable, B: int, share: int, world
 ) -> tuple[nn.Module, nn.Module, int]:
     """What make makes, a model and what it was sped up to, and the largest of B, B / 2, ...
     sequences with which an attempt at a pass fits on every rank, beside its share of the moments;
@@ -203,7 +203,7 @@ def fitting(
     while not fits(net):
         if B == 1:
             raise torch.OutOfMemoryError("not even one sequence")
-        tell(f"--micro-batch-size {B} does not fit after all: trying {B // 2}")
+        world.tell(f"--micro-batch-size {B} does not fit after all: trying {B // 2}")
         B //= 2
         del model, net  # and their memory
         free_memory()

@@ -36,7 +36,8 @@ def make_log(out_dir: Path, is_main: bool, boards: list) -> Callable:
 
     def log(text: str, **record):
         if file:
-            _ = text and show(text)
+            if text:
+                show(text)
             try:
                 file.write(json.dumps({"time": time.time()} | record) + "\n")
                 file.flush()
@@ -87,7 +88,8 @@ def wandb() -> type:
             self.figures |= {name: value, "step": step}
 
         def flush(self):
-            _ = self.figures and self.run.log(self.figures)
+            if self.figures:
+                self.run.log(self.figures)
             self.figures = {}
 
     return Board

@@ -28,6 +28,7 @@ class World:
     size: int
     device: torch.device
     note: Callable[[str], None] = lambda phase: None  # tells the watchdog what happens now
+    tell: Callable[[str], None] = lambda text: None  # shows it to people, on the main rank alone
 
     @property
     def is_main(self) -> bool:

@@ -180,12 +180,12 @@ def end_text(out_dir: Path) -> str:
 
 class Status:
     """Passes each phase of a run on to note, and shows it on a terminal: with what is left where
-    the phase says k/n."""
+    the phase says k/n. Not where it is not to be shown, as beside a sample that shows itself."""
 
-    def __init__(self, note: Callable[[str], None], is_main: bool):
+    def __init__(self, note: Callable[[str], None], is_shown: bool):
         tqdm.monitor_interval = 0  # no thread of its own
         # None: off where stderr is no terminal
-        is_off = None if is_main and sys.stderr else True
+        is_off = None if is_shown and sys.stderr else True
         self.bar = tqdm(bar_format="{desc}", leave=False, disable=is_off)
         self.note, self.shown, self.begin, self.kind = note, -math.inf, time.monotonic(), ""
 

@@ -1127,9 +1127,7 @@ def test_a_rank_with_other_weights_is_named_and_nothing_saved(oracle, data_dir, 
 def other_flags(rank: int):
     parse_args = train_gpt2.parse_args
     if rank == 1:
-        train_gpt2.parse_args = lambda argv, device: parse_args(
-            [*argv, "--weight-decay=0.3"], device
-        )
+        train_gpt2.parse_args = lambda argv, *how: parse_args([*argv, "--weight-decay=0.3"], *how)
 
 
 def other_code(rank: int):
