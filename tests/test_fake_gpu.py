@@ -11,6 +11,7 @@ from test_ladder import copy_of_project
 
 CXX = shutil.which(memory.CXX)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CXX, reason="needs a C++ compiler")]
+STEPS, PASSES = 3, 12  # of a run, of a step
 FLAGS = (
     "", "--no-fused", "--fp16", "--no-bf16 --muon", "--bf16-residual --no-tf32", "--no-flash",
     "--loss-chunk-tokens=16", "--recompute --no-pad-vocab", "--dropout=0.1 --muon",
@@ -29,9 +30,10 @@ def shards(once) -> Path:
 
 def tiny(data_dir: Path, tmp_path: Path, **changes) -> list[str]:
     """The run of the tests, as it is on a GPU, with all that is watched."""
-    default = dict.fromkeys(("model", "bf16", "flash"))
-    watched = {"eval_every": 5, "sample_every": 5, "hellaswag_every": 5, "check_every": 4}
-    watched["hellaswag"] = questions(tmp_path)
+    default = dict.fromkeys(("model", "bf16", "flash")) | {"steps": STEPS, "warmup_steps": 1}
+    names = ("eval_every", "sample_every", "hellaswag_every", "check_every")
+    watched = dict.fromkeys(names, 2) | {"sample_tokens": 2, "eval_tokens": 64}
+    watched["hellaswag"] = questions(tmp_path, 2)
     return flags(data_dir=data_dir, **default | watched | changes)
 
 
@@ -46,8 +48,8 @@ def test_a_run_has_no_tensor_on_two_devices_and_waits_once_a_step(
 ):
     found = memory.on_gpu(stand_in, *tiny(data_dir, tmp_path), *more.split())
     assert found["code"] == 0, found["stderr"]
-    assert waits_in(found, "train_step") == 12
-    assert waits_in(found, "apply_gradients") == (12 if "--no-fused" in more else 0)
+    assert waits_in(found, "train_step") == STEPS
+    assert waits_in(found, "apply_gradients") == (STEPS if "--no-fused" in more else 0)
     operations = found["operations"]
     assert bool(operations.get("_fused_adamw_")) == ("--no-fused" not in more)
     assert not {"scatter_add_", "_pin_memory", "pin_memory"} & operations.keys()
@@ -58,7 +60,7 @@ def test_a_run_has_no_tensor_on_two_devices_and_waits_once_a_step(
 
 def test_a_run_goes_on_on_a_gpu(stand_in, data_dir, tmp_path):
     folder = run(tmp_path, data_dir, micro_batch_size=2)
-    line = tiny(data_dir, tmp_path, micro_batch_size=2, steps=24, model="nano", out_dir=folder)
+    line = tiny(data_dir, tmp_path, micro_batch_size=2, steps=14, model="nano", out_dir=folder)
     found = memory.on_gpu(stand_in, *line, "--resume")
     assert found["code"] == 0 and "resumed after step 12" in found["stdout"], found["stderr"]
 
@@ -95,7 +97,7 @@ def test_a_planted_fault_is_found(stand_in, data_dir, tmp_path, old, new, said):
     except OSError as error:
         assert said in str(error)
     else:
-        assert waits_in(found, "train_step") == 12 + 12 * 12
+        assert waits_in(found, "train_step") == STEPS * (1 + PASSES)
 
 
 @pytest.mark.parametrize(("model", "more", "B"), [
@@ -133,7 +135,7 @@ def test_a_macs_gpu_gets_nothing_that_it_lacks(stand_in, data_dir, tmp_path, mor
         stand_in, *tiny(data_dir, tmp_path, bf16=None), *more.split(), capability="mps"
     )
     assert found["code"] == 0, found["stderr"]
-    assert "step 12/12" in found["stdout"]
+    assert f"step {STEPS}/{STEPS}" in found["stdout"]
     assert not {"_pin_memory", "pin_memory"} & found["operations"].keys()
 
 
