@@ -55,7 +55,9 @@ def measure(names: list[str]) -> dict:
         try:
             found, environment = step_times(MODELS[model], SPINS[setting])
         finally:
-            _ = other and (other.kill(), other.wait())
+            if other:
+                other.kill()
+                other.wait()
         times.setdefault((model, setting, load), []).extend(found)
         print(f"round {number}: {model}, {setting}, {load}: {median(found):,.1f} ms", flush=True)
     rows = [{"model": m, "spins": s, "load": load, "ms": median(found), "steps": len(found)}
