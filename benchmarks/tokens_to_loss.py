@@ -205,27 +205,29 @@ def block(contents: dict[str, dict]) -> str:
 
 def draw(content: dict, path: Path):
     """Validation losses of the best settings against tokens and, of the seeds that ran in turns,
-    against seconds; a row for each network."""
+    against seconds; a column for each network."""
     from matplotlib.figure import Figure
 
     names = content["done"]
-    figure = Figure(figsize=(9, 3.4 * len(names)), layout="constrained")
-    grid = figure.subplots(len(names), 2, squeeze=False, sharey="row")
-    for name, (left, right) in zip(names, grid, strict=True):
+    figure = Figure(figsize=(max(6, 1 + 3.2 * len(names)), 5.6), layout="constrained")
+    grid = figure.subplots(2, len(names), squeeze=False, sharey="col")
+    for name, upper, lower in zip(names, *grid, strict=True):
         curves = shown(content["runs"], name).items()
         for color, run in ((COLORS[kind], run) for kind, runs in curves for run in runs):
             tokens = [step * run["tokens_per_step"] / 1e6 for step in run["step"]]
-            left.plot(tokens, run["loss"], color=color, linewidth=1.4)
+            upper.plot(tokens, run["loss"], color=color, linewidth=1.4)
             if run["seed"] != SEEDS[0]:
-                right.plot(run["seconds"], run["loss"], color=color, linewidth=1.4)
-        left.set(xlabel="million tokens", ylabel="validation loss")
-        left.set_title(f"{name}, {content['corpus']}", fontsize=13, loc="left")
-        right.set(xlabel="seconds of steps")
+                lower.plot(run["seconds"], run["loss"], color=color, linewidth=1.4)
+        upper.set(xlabel="million tokens")
+        upper.set_title(f"{name}, {content['corpus']}", fontsize=13, loc="left")
+        lower.set(xlabel="seconds of steps")
         ends = [last_loss(run) for run in content["runs"] if run["network"] == name]
-        left.set_ylim(0.95 * min(ends), 2.2 * min(ends))
-        for axes in (left, right):
+        upper.set_ylim(0.95 * min(ends), 2.2 * min(ends))
+        for axes in (upper, lower):
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("validation loss")
     lines = [figure.axes[0].plot([], color=color, label=kind)[0] for kind, color in COLORS.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
     figure.savefig(path, dpi=110)
