@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -142,9 +143,13 @@ def fetch(url: str, path: Path, check: Callable[[Path], object]):
             break
         except requests.RequestException as error:
             refused = error.response is not None and 400 <= error.response.status_code < 429
+            why, pause = error, PAUSE_S * 2 ** (TRIES - tries_left)
+            while why.__context__:  # down to the system's own words
+                why = why.__context__
             if isinstance(error, ValueError) or refused or not tries_left:
-                raise OSError(f"{url}: {error}") from None
-            time.sleep(PAUSE_S * 2 ** (TRIES - tries_left))
+                raise OSError(f"{url}: {why}") from None
+            print(f"{path.name}: {why}; next try in {pause} s", file=sys.stderr, flush=True)
+            time.sleep(pause)
     try:
         check(part)
     except ValueError as error:

@@ -6,7 +6,9 @@ import http.server
 import json
 import os
 import random
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -877,6 +879,19 @@ def test_an_answer_of_an_error_costs_nothing_that_is_there(server, tmp_path):
     assert download(tmp_path / "data", server) == 0
     assert is_good(tmp_path / "data", server)
     assert server.begins[0] == 0 and len({*server.begins[1:4]}) == 1 and server.begins[1] > 0
+
+
+def test_a_download_without_a_network_is_not_silent(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(files, "PAUSE_S", 0)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and nobody listens
+        mirror = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        assert prepare(tmp_path / "data", "--download", "fineweb", "--mirror", mirror) == 2
+    *tries, last = capsys.readouterr().err.splitlines()
+    why = rf"{NAMES[0]}: \[\w+ \d+\] [\w ]+"
+    assert len(tries) == files.TRIES - 1
+    assert all(re.fullmatch(rf"{why}; next try in \d+ s", told) for told in tries)
+    assert re.fullmatch(rf"prepare_data.py: error: {mirror}/{why}", last)
 
 
 def test_prepared_text_and_downloads_do_not_mix(server, tmp_path, capsys):
