@@ -69,8 +69,11 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str):
         found = re.findall(r"(?<=\s)--[^\s=]+", message) if "unrecognized" in message else []
-        if known := [name for name in found if name in self.synonyms]:
-            raise ValueError("; ".join(f"{name} here is {self.synonyms[name]}" for name in known))
+        here = {name: self.synonyms.get(name.replace("--no-", "--", 1)) for name in found}
+        if known := [f"{name} here is {own}" for name, own in here.items() if own]:
+            raise ValueError("; ".join(known))
+        if switch := re.match("argument (--.+)/(--no-.+): ignored explicit", message):
+            raise ValueError(f"{switch[1]} is a switch: {switch[1]} or {switch[2]}")
         near = found and difflib.get_close_matches(found[0], self._option_string_actions, 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise ValueError(f"{message}; {hint}")

@@ -37,6 +37,7 @@ SAID_HERE = {
     "--tf32": "tensorcores allow-tf32",
     "--warmup-steps": "warmup warmup-iters warmup-ratio num-warmup-steps",
     "--zero": "zero-stage fsdp",
+    "always on, as in GPT-2": "bias",
     "torchrun --nproc_per_node=N train_gpt2.py": "gpus num-gpus n-gpus nproc world-size ddp",
 }  # fmt: skip
 SYNONYMS = {"--" + name: here for here, names in SAID_HERE.items() for name in names.split()}

@@ -58,6 +58,19 @@ def test_a_synonym_is_no_flag_of_ours_and_names_one():
     assert len(SYNONYMS) == sum(len(names.split()) for names in SAID_HERE.values())
 
 
+@pytest.mark.parametrize(
+    "typed, cure",
+    [
+        ("--compile=0", "--compile is a switch: --compile or --no-compile"),
+        ("--no-tf32=yes", "--tf32 is a switch: --tf32 or --no-tf32"),
+        ("--bias=False", "--no-bias here is always on, as in GPT-2"),
+    ],
+)
+def test_a_switch_with_a_value_is_told_how_it_is_typed(typed, cure):
+    with pytest.raises(ValueError, match=f"^{cure}$"):
+        parse_args([typed], "cpu")
+
+
 def test_a_flag_that_is_like_no_other_gets_no_guess():
     with pytest.raises(ValueError, match="unrecognized arguments: --zero-grad 1; see --help"):
         parse_args(["--zero-grad", "1"], "cpu")
