@@ -754,7 +754,8 @@ def settle(args: Namespace):
     """Fill in what was not given; ValueError if something does not fit."""
     devices = machine.num_gpus() or machine.num_cores()
     args.model = args.model or ("gpt2" if machine.num_gpus() else "nano")
-    args.steps = args.steps or (40 if args.model == "nano" else 20)
+    if args.steps is None:
+        args.steps = 40 if args.model == "nano" else 20
     asked = args.ranks or [n for n in (2, 4, 8) if n <= devices]
     args.ranks = [n for n in asked if n > 1]  # one rank is what all other rungs are
     beyond = () if args.leave_one_out else BEYOND
@@ -764,7 +765,8 @@ def settle(args: Namespace):
             raise ValueError(f"--only and --skip take {', '.join(known)}, not {name}")
     if args.leave_one_out and args.only:
         raise ValueError("--leave-one-out takes --skip, not --only")
-    least = min(args.micro_batch_size, args.steps, args.seq_len or 1, args.batch_tokens or 1)
+    sizes = args.micro_batch_size, args.steps, args.seq_len, args.batch_tokens
+    least = min(size for size in sizes if size is not None)
     if least < 1:
         raise ValueError(f"{least}: sizes and steps must be at least 1")
 

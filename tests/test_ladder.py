@@ -308,6 +308,12 @@ def test_rungs_that_this_machine_lacks_are_refused_before_anything_runs(tmp_path
     assert "needs an NVIDIA GPU of 2020 or later, this is cpu" in line and "; 999 ranks" in line
 
 
+@pytest.mark.parametrize("flag", ["--steps", "--seq-len", "--batch-tokens", "--micro-batch-size"])
+def test_a_size_of_0_is_refused(flag):
+    with pytest.raises(ValueError, match="^0: sizes and steps must be at least 1"):
+        ladder.settle(ladder.make_parser().parse_args([flag, "0"]))
+
+
 @pytest.mark.parametrize("rung, refused", [("fused", False), ("999 ranks", True)])
 def test_a_rung_that_can_be_had_lets_the_ladder_begin(monkeypatch, rung, refused):
     """Whatever else was asked for."""
