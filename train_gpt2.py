@@ -159,7 +159,7 @@ GROUPS = groups(TrainConfig)
 FIXED = ("model", "seed", "shuffle", "muon", *SHAPE_FLAGS)
 ROUNDING = {*GROUPS["speed-ups"], *GROUPS["memory"], "deterministic"}
 ROUNDING -= {"speed_ups", "pad_vocab", "zero"}
-UNSEEN = {"data_dir", "eval_tokens", "speed_ups", *GROUPS["run"], *GROUPS["watching"],
+UNSEEN = {"data_dir", "speed_ups", *GROUPS["run"], *GROUPS["watching"],
           *GROUPS["samples"], *GROUPS["other modes"]} - {*FIXED, *ROUNDING}  # fmt: skip
 ONCE = {"out_dir", "resume", "device", "profile", "speed_ups", *GROUPS["other modes"]}
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
@@ -560,7 +560,7 @@ def as_saved(
         source = weights.from_run(*found)
     if not source:
         raise ValueError("whose weights? Add --resume, with --out-dir, or --init-from")
-    seen = {f.name for f in fields(config)} - {*UNSEEN} | {"data_dir", "eval_tokens", "prompt"}
+    seen = {f.name for f in fields(config)} - {*UNSEEN} | {"data_dir", "prompt"}
     own = {n: v for n, v in source.flags.items() if n in seen and config.resume}
     own = asdict(config) | own | {name: getattr(config, name) for name in given}
     own |= {"compile": False, "compile_mode": "default"}

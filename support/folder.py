@@ -62,13 +62,17 @@ def take(out_dir: Path, keep: int, size: int, seen: list[Path]) -> IO:
 def check_identity(saved: dict, wanted: dict, data, out_dir: Path):
     """ValueError if the flags or the data ask for another run than the one that was saved, by an
     older version perhaps: its fingerprint of the data has no colon, and it had no Muon."""
-    saved = {"muon": False} | saved["identity"]
+    config, saved = saved["config"], {"muon": False} | saved["identity"]
     if ":" not in f"{saved.get('data_dir')}":
         wanted = wanted | {"data_dir": data.old_fingerprint()}
     for name, value in wanted.items():
         if saved.get(name) != value:
             flag = "--" + name.replace("_", "-")
             why = f"{flag}: the run in {out_dir} has {saved.get(name)}, this one {value}"
+            if name == "data_dir":
+                began = config.get(name) or "Python's own source"
+                why = f"{flag} {data.train[0].path.parent} has other tokens than {began} had when"
+                why += f" the run in {out_dir} began"
             raise ValueError(f"{why}; give it as it was, or another --out-dir")
 
 

@@ -377,12 +377,14 @@ def test_a_torn_last_line_of_the_log_costs_that_line_alone(whole, data_dir, tmp_
 
 def test_the_optimizer_goes_on_with_the_command_lines_settings(whole, data_dir, tmp_path):
     shutil.copytree(whole[1], tmp_path / "run")
-    changes = {"steps": 13, "learning_rate": 0.5, "weight_decay": 0.7}
+    changes = {"steps": 13, "learning_rate": 0.5, "weight_decay": 0.7, "eval_tokens": 256}
     code, out, err = train(
         [*flags(data_dir=data_dir, out_dir="run", **changes), "--resume"], tmp_path
     )
     assert code == 0, err
-    assert "--learning-rate 0.5 instead of 0.01, --weight-decay 0.7 instead of 0.1" in out
+    was = {"steps": 12, "learning_rate": 0.01, "weight_decay": 0.1, "eval_tokens": 512}
+    for name, value in changes.items():
+        assert f", {train_gpt2.spell(name)} {value} instead of {was[name]}" in out
     assert records(tmp_path / "run", "learning_rate")[13] > 0.04
 
 
@@ -644,7 +646,7 @@ def test_a_run_does_not_go_on_with_other_data(change, data_dir, own_data, tmp_pa
     if change == "renamed":
         assert code == 0, err
     else:
-        assert code == 2 and "--data-dir: the run in run has" in err
+        assert code == 2 and "had when the run in run began; give it as it was, or another" in err
 
 
 # --------------------------------------------------------------------------------------------------
