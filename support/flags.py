@@ -73,7 +73,7 @@ class OneLineParser(argparse.ArgumentParser):
         if known := [f"{name} here is {own}" for name, own in here.items() if own]:
             raise ValueError("; ".join(known))
         if switch := re.match("argument (--.+)/(--no-.+): ignored explicit", message):
-            raise ValueError(f"{switch[1]} is a switch: {switch[1]} or {switch[2]}")
+            raise ValueError(f"{switch[1]} is a switch: type it, or {switch[2]}; see --help")
         near = found and difflib.get_close_matches(found[0], self._option_string_actions, 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise ValueError(f"{message}; {hint}")

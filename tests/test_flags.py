@@ -61,8 +61,8 @@ def test_a_synonym_is_no_flag_of_ours_and_names_one():
 @pytest.mark.parametrize(
     "typed, cure",
     [
-        ("--compile=0", "--compile is a switch: --compile or --no-compile"),
-        ("--no-tf32=yes", "--tf32 is a switch: --tf32 or --no-tf32"),
+        ("--compile=0", "--compile is a switch: type it, or --no-compile; see --help"),
+        ("--no-tf32=yes", "--tf32 is a switch: type it, or --no-tf32; see --help"),
         ("--bias=False", "--no-bias here is always on, as in GPT-2"),
     ],
 )
