@@ -223,7 +223,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
     is_cpu, mode = world.device.type == "cpu", config.compile_mode
     # compiled code for a CPU adds up in an order that varies; fixed, max-autotune can time nothing
-    device.set_determinism(config.deterministic or (is_cpu and mode == "default"))
+    device.set_determinism(config.deterministic or (is_cpu and mode == "default"), config.compile)
     if is_cpu:
         device.set_allocator(keep=not config.recompute)
     net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model  # 3

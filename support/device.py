@@ -91,10 +91,13 @@ def set_environment():
         sys.stdout.reconfigure(errors="replace")
 
 
-def set_determinism(on: bool):
+def set_determinism(on: bool, is_compiled: bool):
     """Whether the same numbers always give the same bits, which cuBLAS has only with a workspace of
     fixed size."""
-    torch.use_deterministic_algorithms(on)
+    if is_compiled:
+        torch.use_deterministic_algorithms(on)
+    else:  # the same, but for Inductor, whose import takes 0.2 s
+        torch.set_deterministic_debug_mode("error" if on else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it serves to find bugs
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
