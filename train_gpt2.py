@@ -32,9 +32,9 @@ from dataloader import ShardLoader
 from model import GPT, SHAPES, GPTConfig
 from support import corpus, device, evaluate, folder, guard, log, ranks, report, text, weights
 from support.checkpoint import checkpoints, newest_checkpoint
+from support.cores import shared_cores
 from support.corpus import TokenFolder
 from support.flags import check_flags, flag, groups, known, make_parser, parse, spell, up_to
-from support.folder import TrainState
 from support.optimizer import Optimizer, SharedOptimizer
 from support.questions import Example, open_examples
 from support.ranks import World
@@ -267,7 +267,7 @@ class StepResult(NamedTuple):
 
 
 def train_step(
-    state: TrainState, net: nn.Module, config: TrainConfig, world: World, asked: Callable
+    state: folder.TrainState, net: nn.Module, config: TrainConfig, world: World, asked: Callable
 ) -> StepResult:
     """One optimizer step over batch_tokens, at whose end it is asked whether to stop.
     FloatingPointError if loss or norm is not finite on some rank, and no more may be left out."""
@@ -300,7 +300,7 @@ def train_step(
     return StepResult(loss, norm, stop > 0 or (world.size == 1 and asked()), notice)
 
 
-def apply_gradients(state: TrainState, config: TrainConfig, is_finite: Tensor):
+def apply_gradients(state: folder.TrainState, config: TrainConfig, is_finite: Tensor):
     """Update the weights if the step is finite, which the device itself decides where it can."""
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(state.step, config)
@@ -323,7 +323,7 @@ class Run:
     config: TrainConfig
     world: World
     data: TokenFolder
-    state: TrainState
+    state: folder.TrainState
     net: nn.Module
     environment: dict
     log: Callable
@@ -466,7 +466,7 @@ def build(
     place = (config.micro_batch_size, config.seq_len, world.rank, world.size)
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
-    state = TrainState(model, make_optimizer(model, config, world), loader, scaler)
+    state = folder.TrainState(model, make_optimizer(model, config, world), loader, scaler)
     tell = log.make_log(out_dir, world.is_main, [b(out_dir) for b in boards * world.is_main])
     dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
     return Run(
@@ -610,7 +610,7 @@ def run_program(argv: list[str], signals: guard.Signals) -> int:
     config, given, source = parse_args(argv, world.device.type, world.is_main)
     torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
     watchdog = guard.Watchdog(config.timeout_s, world.rank, world.size, torchrun)
-    with watchdog, ranks.process_group(world, config.timeout_s):
+    with watchdog, shared_cores(), ranks.process_group(world, config.timeout_s):
         note = report.Status(watchdog.note, world.is_main and not config.sample_only)
         world = replace(world, note=note, tell=log.show if world.is_main else bool)
         if config.eval_only or config.sample_only or config.export:
