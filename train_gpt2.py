@@ -224,8 +224,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     is_cpu, mode = world.device.type == "cpu", config.compile_mode
     # compiled code for a CPU adds up in an order that varies; fixed, max-autotune can time nothing
     device.set_determinism(config.deterministic or (is_cpu and mode == "default"), config.compile)
-    if is_cpu:
-        device.set_allocator(keep=not config.recompute)
+    device.set_allocator(world.device, keep=not config.recompute)
     net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model  # 3
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
@@ -336,25 +335,25 @@ class Run:
 def train(run: Run, signals: guard.Signals) -> int:
     """Train to config.steps: each step is logged, then saved, validated and sampled if due. Returns
     the exit code: 0, or 3 if it was stopped."""
-    config, state, world = run.config, run.state, run.world
+    config, state, world, must_stop = run.config, run.state, run.world, False
     asked = lambda: bool(signals.times) or run.saver.has_failed  # noqa: E731
     signals.save_first = True
-    run.watcher.catch_up()
-    while state.step < config.steps:
+    run.watcher.catch_up()  # a stop waits for it and for one step: else some run would make none
+    while not must_stop and state.step < config.steps:
         with run.progress.profiled(state.step + 1):
             start = time.perf_counter()
             result = train_step(state, run.net, config, world, asked)
             seconds = time.perf_counter() - start
         log_step(run, result, seconds)
-        saving = result.must_stop or due(state.step, config.save_every, config.steps)
-        if saving or due(state.step, config.check_every, config.steps):
+        if due(state.step, config.save_every, config.steps):
+            save(run, wait=state.step == config.steps)
+        elif due(state.step, config.check_every, config.steps):
             ranks.check_replicas(state.model, state.step, world)
-        if saving:
-            save(run, wait=result.must_stop or state.step == config.steps)
-        if result.must_stop and state.step < config.steps:
-            run.log(report.stop_text(Path(config.out_dir), state.step), stopped=state.step)
-            return 3
-        run.watcher.watch()
+        must_stop = result.must_stop or run.watcher.watch(asked)
+    if must_stop:
+        save(run, wait=True)
+        run.log(report.stop_text(Path(config.out_dir), state.step), stopped=state.step)
+        return 3
     run.log(report.end_text(Path(config.out_dir)) if world.is_main else "", done=state.step)
     return 0
 
@@ -373,7 +372,8 @@ def watched(config: TrainConfig) -> dict[str, int]:
 
 
 def save(run: Run, wait: bool):
-    """Write a checkpoint, by the main rank: all hold the same weights."""
+    """Write a checkpoint, by the main rank: all hold the same weights, which is compared first."""
+    ranks.check_replicas(run.state.model, run.state.step, run.world)
     run.world.note(f"a save after step {run.state.step}")
     state = run.state.state_dict()  # on all ranks: --zero needs them
 
@@ -479,7 +479,7 @@ def build(
         folder.Saver(out_dir, config.keep, world.device, tell, partial(guard.fail, 6)),
         Watcher(
             state, net, ShardLoader(data.val, *place), config.eval_tokens, data.tokenizer, examples,
-            samples=samples(model, data.tokenizer, config, world),
+            samples=partial(samples, model, data.tokenizer, config),
             autocast=partial(autocast, config, world.device), world=world, log=tell,
             out_dir=out_dir, every=watched(config), steps=config.steps,
         ),

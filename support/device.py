@@ -103,10 +103,12 @@ def set_determinism(on: bool, is_compiled: bool):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def set_allocator(keep: bool):
-    """Let glibc keep large freed tensors for the next ones. It would return each to the system,
-    which then clears every page anew: a sixth of a CPU's step of GPT-2 124M. Not where memory is
+def set_allocator(device: torch.device, keep: bool):
+    """For a CPU, let glibc keep large freed tensors for the next ones. It would return each to the
+    system, which then clears every page anew: a sixth of a step of GPT-2 124M. Not where memory is
     short: what is kept has gaps."""
+    if device.type != "cpu":
+        return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):

@@ -148,6 +148,7 @@ class Saver:
         self.log, self.report = log, report
         self.writer, self.copies = ThreadPoolExecutor(1), {}
         self.saving: Future | None = None
+        self.step = -1  # of saving
         self.told: BaseException | None = None  # what save has raised
 
     @property
@@ -163,12 +164,14 @@ class Saver:
         """Write saved. OSError if it can't be written, or if the one before could not, which does
         not keep this one from it."""
         failed = self.saving and self.saving.exception()  # waits for it
+        if saved["step"] == self.step and not failed:
+            return
         content, waits = saved, wait or not self.in_background
         try:
             content = copied(saved, self.copies) if self.in_background else saved
         except RuntimeError:  # no memory for copies, or it fails again in write
             self.copies, waits = {}, True
-        self.saving = self.writer.submit(self.write, content)
+        self.saving, self.step = self.writer.submit(self.write, content), saved["step"]
         self.told = failed
         if waits or failed:
             self.told = self.saving.exception() or failed  # waits

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 2 a mistake of the user; 3 stopped by a signal after saving; 4 numbers that are
 not finite, or ranks that differ; 5 no progress, or a rank or torchrun lost; 6 the disk; 7 no good
-checkpoint; 130 stopped before anything could be saved.
+checkpoint; 130 stopped at once, without saving.
 """
 
 import math
@@ -142,7 +142,7 @@ def ended(train: Callable[[], int], is_main: bool) -> int:
 def explained(error: BaseException) -> tuple[int, str]:
     """The exit code and the words for an error that is known; any other is raised again."""
     if isinstance(error, KeyboardInterrupt):
-        return 130, "stopped by a signal before it could save"
+        return 130, "stopped by a signal, at once: --resume goes on from the last save"
     if isinstance(error, OSError | ValueError):
         is_disk = getattr(error, "errno", None) in DISK_ERRORS
         return getattr(error, "exit_code", 6 if is_disk else 2), f"error: {error}"

@@ -1,10 +1,11 @@
 """What is looked at beside the training, and when: validation, samples, multiple choice, and at the
 end the picture of the loss. It changes no number of the training, and no run ends for it once it
-trains: of what fails one line tells, and the next resume tries it again."""
+trains: of what fails one line tells. A stop does not wait for it. The next resume does what is left
+undone."""
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,10 @@ def due(step: int, every: int, last: int) -> bool:
     return step >= last or (every > 0 and step % every == 0)
 
 
+class Stopped(Exception):
+    """A stop was asked for, which the rest of what is under way would only delay."""
+
+
 @dataclass
 class Watcher:
     """Looks at a state: an object with model, step and val_losses, which validations go into."""
@@ -29,13 +34,23 @@ class Watcher:
     eval_tokens: int
     tokenizer: str
     examples: list  # of multiple choice
-    samples: Callable[[], Iterator[Iterator[str]]]
+    samples: Callable[[object], Callable[[], Iterator[Iterator[str]]]]  # of a world
     autocast: Callable
     world: object
     log: Callable
     out_dir: Path
     every: dict[str, int]  # how many steps, by the name in the log; 0: at the end
     steps: int
+    asked: Callable[[], bool] = bool  # whether this rank was asked to stop, which ends a watch
+
+    def __post_init__(self):
+        self.world = replace(self.world, note=partial(self.note, self.world.note))
+
+    def note(self, pass_on: Callable[[str], None], phase: str):
+        if self.asked():
+            pass_on("a save, once the other ranks have heard")  # for which the watchdog has time
+            raise Stopped
+        pass_on(phase)
 
     def catch_up(self):
         """Do what the process before this one did not come to. A validation is made again in any
@@ -43,24 +58,33 @@ class Watcher:
         if (step := self.state.step) == 0:
             return "val_loss" in self.every and self.validate()
         done = self.world.from_main(partial(log.noted, self.out_dir, step))
-        self.watch(done, again=done & self.every.keys() & {"val_loss"} if step < self.steps else ())
+        again = done & self.every.keys() & {"val_loss"} if step < self.steps else ()
+        self.watch(done=done, again=again)
 
-    def watch(self, done: Collection[str] = (), again: Collection[str] = ()):
-        """Do what is due after this step and not done, and some things again."""
+    def watch(self, asked=bool, done: Collection[str] = (), again: Collection[str] = ()) -> bool:
+        """Do what is due after this step and not done, and some things again, unless some rank is
+        asked to stop. Returns whether one was."""
+        self.asked = asked
         how = {"val_loss": self.validate, "sample": self.sample, "hellaswag_acc": self.quiz,
                "picture": self.draw}  # fmt: skip
         for name, every in self.every.items():
             is_due = name not in done and due(self.state.step, every, self.steps)
             if not (is_due or name in again):
                 continue
+            failed = None
             try:
                 how[name]()
             except Exception as error:
                 if not getattr(error, "is_agreed", False):  # the log fails, or a rank is lost
                     raise
-                step, kind = self.state.step, type(error).__name__
-                why = f"no {name} after step {step}: {kind}: {error!s:.200}"
+                failed = error
+            if any(self.world.gather(self.asked())):
+                return True
+            if failed:
+                step, kind = self.state.step, type(failed).__name__
+                why = f"no {name} after step {step}: {kind}: {failed!s:.200}"
                 self.log(" ".join(why.split()), step=step, failed=name)
+        return False
 
     def validate(self):
         step = self.state.step
@@ -75,7 +99,7 @@ class Watcher:
     def sample(self):
         step = self.state.step
         with evaluate.no_dropout(self.state.model):
-            texts = self.world.together(lambda: ["".join(pieces) for pieces in self.samples()])
+            texts = self.world.together(lambda: ["".join(p) for p in self.samples(self.world)()])
         found = "\n---\n".join(texts)
         self.log(f"sample after step {step}:\n{found}", step=step, sample=found)
 

@@ -103,7 +103,7 @@ def test_a_large_freed_tensor_stays_with_the_process():
 import ctypes, torch, train_gpt2
 break_of_heap = ctypes.CDLL(None).sbrk
 break_of_heap.restype = ctypes.c_void_p
-train_gpt2.device.set_allocator(keep=True)
+train_gpt2.device.set_allocator(torch.device("cpu"), keep=True)
 before = break_of_heap(0)
 large = torch.empty(3 << 30, dtype=torch.uint8)
 del large

@@ -702,7 +702,7 @@ def signal_in_save(rank: int):
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(oracle, data_dir, tmp_path):
     code, _, err = train(command(data_dir), tmp_path, inject=partial(at_step, 7, twice, 0))
-    assert fired(tmp_path) and code == 130 and "before it could save" in err
+    assert fired(tmp_path) and code == 130 and "--resume goes on from the last save" in err
     goes_on(data_dir, tmp_path, oracle)
 
 
@@ -951,6 +951,45 @@ def test_a_run_that_is_stopped_again_and_again_misses_no_validation(
     code, out, err = train(watching, tmp_path, ranks)
     assert code == 0 and out.startswith("done: 6 steps in ")
     assert "already complete: --steps 6 are done" in err
+
+
+def signal_while_watching(phase: str, ranks: set[int], rank: int):
+    """Injection: after step 2 a signal comes in the first part of phase, on some ranks; what each
+    notes next is kept."""
+    note, state = train_gpt2.guard.Watchdog.note, ["before"]
+
+    def note_and_signal(self, now):
+        note(self, now)
+        if state == ["signalled"]:
+            Path(f"next{rank}").write_text(now)
+            state[:] = ["over"]
+        elif state == ["after step 2"] and now.startswith(phase):
+            state[:] = ["signalled"]
+            if rank in ranks:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif "of step 2" in now:
+            state[:] = ["after step 2"]
+
+    train_gpt2.guard.Watchdog.note = note_and_signal
+
+
+@pytest.mark.parametrize(("ranks", "signalled"), [(1, {0}), (2, {0, 1}), (2, {1})])
+@pytest.mark.parametrize(("phase", "step"), [("validation", 2), ("a sample", 3), ("multiple", 3)])
+def test_a_stop_does_not_wait_for_what_is_watched(
+    watched, watching, tmp_path, ranks, signalled, phase, step
+):
+    """It is saved at once, though no save was due, and the next process watches it."""
+    line = [*watching, "--save-every", "0"]
+    code, _, err = train(
+        line, tmp_path, ranks, inject=partial(signal_while_watching, phase, signalled)
+    )
+    assert code == 3, err
+    for rank in signalled:
+        assert (tmp_path / f"next{rank}").read_text().startswith(("a save, once", "a comparison"))
+    assert read_checkpoint(checkpoints(tmp_path / "run")[0])["step"] == step
+    assert f'"stopped": {step}' in (tmp_path / "run" / "log.jsonl").read_text()
+    train(line, tmp_path, ranks)
+    nothing_is_missing(tmp_path / "run", watched[ranks])
 
 
 def fail_at_the_end(rank_of: int, rank: int):

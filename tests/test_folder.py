@@ -68,6 +68,28 @@ def test_a_save_that_finds_no_memory_for_a_copy_is_written_at_once(tmp_path, mon
         assert checkpoints(tmp_path)  # before it trains on
 
 
+def test_a_save_of_the_step_that_is_being_saved_waits_for_it(tmp_path):
+    """As of a run that is stopped while it validates; it writes again only what has failed."""
+    told = []
+    saver = Saver(
+        tmp_path, 2, torch.device("cuda"), lambda *_, saved, **__: told.append(saved), print
+    )
+    with saver:
+        saver.save(state_of(5), wait=False)
+        saver.save(state_of(5), wait=True)
+        assert told == [5]
+        write, saver.write = saver.write, failing
+        saver.save(state_of(6), wait=False)
+        saver.write = write
+        with pytest.raises(OSError, match="full"):
+            saver.save(state_of(6), wait=True)
+        assert told == [5, 6]
+
+
+def failing(saved):
+    raise OSError("full")
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.usefixtures("shapes_at_hand")
 @pytest.mark.parametrize("ranks", [1, 2])
