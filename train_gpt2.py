@@ -352,7 +352,7 @@ def train(run: Run, signals: guard.Signals) -> int:
         must_stop = result.must_stop or run.watcher.watch(asked)
     if must_stop:
         save(run, wait=True)
-        run.log(report.stop_text(Path(config.out_dir), state.step), stopped=state.step)
+        run.log(report.stop_text(Path(config.out_dir), state.step, world.size), stopped=state.step)
         return 3
     run.log(report.end_text(Path(config.out_dir)) if world.is_main else "", done=state.step)
     return 0
@@ -420,9 +420,9 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     world.from_main(lambda: lock.append(folder.take(out_dir, config.keep, size, seen)))
     run = build(config, world, data, shape, initial, examples, lock, boards)
     log_start(run, given, off, bool(saved))
-    # The first compiles. In the second DDP rearranges its buckets, as after the first backward pass
-    # of a process: else a resumed run would sum in another order, and differ in the last bit
-    for _ in range(1 if world.size == 1 else 2):
+    # The first compiles, if none was tried. In the second DDP rearranges its buckets, as after a
+    # process's first backward pass: else a resumed run would sum in another order, to other bits
+    for _ in range(2 if world.size > 1 else bool(config.micro_batch_size)):
         made_up_pass(run.net, run.config, world)
     if saved:
         run.state.load_state_dict(saved)
@@ -610,7 +610,7 @@ def run_program(argv: list[str], signals: guard.Signals) -> int:
     config, given, source = parse_args(argv, world.device.type, world.is_main)
     torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
     watchdog = guard.Watchdog(config.timeout_s, world.rank, world.size, torchrun)
-    with watchdog, shared_cores(), ranks.process_group(world, config.timeout_s):
+    with watchdog, shared_cores(world.device), ranks.process_group(world, config.timeout_s):
         note = report.Status(watchdog.note, world.is_main and not config.sample_only)
         world = replace(world, note=note, tell=log.show if world.is_main else bool)
         if config.eval_only or config.sample_only or config.export:

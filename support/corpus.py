@@ -210,7 +210,8 @@ def choose(
     it knows: vocab_size, 0 for as many as the data, or weights', of which their tokenizer and that
     number are given. ValueError if an id is beyond it."""
     tokenizer, known = weights or ("", vocab_size)
-    as_bytes = tokenizer == "bytes" if weights else not vocab_size or missing_vocab()
+    has_gpt2 = own_folder("gpt2").exists() or not missing_vocab()
+    as_bytes = tokenizer == "bytes" if weights else not (vocab_size and has_gpt2)
     data = open_folder(Path(data_dir or own_source("bytes" if as_bytes else "gpt2")))
     known = known or VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
     check_data(data, seq_len, tokenizer, known)
@@ -241,9 +242,13 @@ def fingerprint_here(folder: Path) -> str:
         return str(error)
 
 
+def own_folder(tokenizer: str) -> Path:
+    return Path("data", f"stdlib-{tokenizer}")
+
+
 def own_source(tokenizer: str) -> Path:
     """The folder of the corpus that needs no download: written now, if it is not there yet."""
-    path = Path("data", f"stdlib-{tokenizer}")
+    path = own_folder(tokenizer)
     if not path.exists():
         print(f"no --data-dir: preparing Python's own source in {path}", flush=True)
         program = [sys.executable, Path(__file__).parent.with_name("prepare_data.py")]

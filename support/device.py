@@ -54,7 +54,7 @@ def why_off(flags: dict, given: set[str], device: torch.device) -> dict[str, str
         name = device_name(device) if cuda else device
         why["tf32"] = f"needs an NVIDIA GPU of 2020 or later, this is {name}"
         if "tf32" in given and flags["tf32"]:
-            raise ValueError(f"--tf32 {why['tf32']}: leave it out")
+            raise ValueError(f"--tf32 {why['tf32']}: add --no-tf32")
     if is_old:
         why["bf16"] = f"is emulated by an NVIDIA GPU from before 2020, {name}: --fp16 instead"
         if "bf16" in given and flags["bf16"]:
@@ -70,7 +70,7 @@ def why_off(flags: dict, given: set[str], device: torch.device) -> dict[str, str
     wanted = flags["compile"] and ("compile" in given or "compile" not in why)
     if wanted and (cause := why_not_compile(device)):
         if "compile" in given:
-            raise ValueError(f"--compile {cause}; or leave it out")
+            raise ValueError(f"--compile {cause}; or add --no-compile")
         why["compile"] = cause
     return {name: text for name, text in why.items() if name not in given}
 

@@ -84,6 +84,10 @@ def locked(folder: Path) -> IO:
         owner = f"process {f.read() or '(unknown)'}"
         f.close()
         raise BlockingIOError(f"{folder} is being written by {owner}") from None
+    except OSError as error:  # Lustre without -o flock, say
+        f.close()
+        why = f"{folder} can't be locked ({error.strerror})"
+        raise OSError(f"{why}: name a folder on another file system") from None
     f.truncate(0)
     f.write(f"{os.getpid()} on {platform.node()}")
     f.flush()

@@ -45,7 +45,8 @@ def check_flags(config):
         needed = f.metadata["needs"]
         if needed and value != f.default and not getattr(config, needed):
             given = spell(f.name) if value is True else f"{spell(f.name)} {value}"
-            cure = f"add it, or leave out {spell(f.name)}"
+            usual = f"--no-{spell(f.name)[2:]}" if value is True else f"{spell(f.name)} {f.default}"
+            cure = f"add it, or {usual}"
             raise ValueError(f"{given} needs {spell(needed)}: {cure}")
 
 

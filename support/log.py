@@ -4,7 +4,6 @@ The log is append-only, one JSON record a line. Who reads it takes any line for 
 a kill may have torn it, a disk may have changed it.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -80,9 +80,16 @@ def wandb() -> type:
         title = "Weights & Biases"
 
         def __init__(self, folder: Path):
-            own = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+            path = folder / "wandb_id"
+            if not path.exists():
+                path.write_text(uuid4().hex)
             how = {"project": "train_gpt2", "name": folder.name, "dir": str(folder)}
-            self.run, self.figures = wandb.init(id=own, resume="allow", **how), {}
+            try:
+                self.run = wandb.init(id=path.read_text(), resume="allow", **how)
+            except Exception as error:
+                cure = "wandb login, or set WANDB_MODE=offline"
+                raise ValueError(f"--wandb: {error!s:.200}: {cure}") from error
+            self.figures = {}
 
         def add_scalar(self, name: str, value: float, step: int):
             self.figures |= {name: value, "step": step}

@@ -53,8 +53,8 @@ class World:
         first, *others = self.gather(facts)
         for rank, theirs in enumerate(others, 1):
             for name, value in first.items():
-                if theirs[name] != value:
-                    why = f"{name} is {theirs[name]} on rank {rank} and {value} on rank 0"
+                if theirs.get(name) != value:
+                    why = f"{name} is {theirs.get(name)} on rank {rank} and {value} on rank 0"
                     error = ValueError(f"{why}: start all ranks with the same")
                     error.is_agreed = True
                     raise error

@@ -139,15 +139,16 @@ def needs(
         "dry run: nothing of the run was written",
         f"memory: weights {weights:,.0f} MB, gradients {weights:,.0f}, moments {moments:,.0f};"
         f" with activations and all else {peak}",
-        f"disk: {keep + 2} checkpoints of {weights + moments:,.0f} MB",
+        f"disk: {keep + 2} checkpoints of at most {3 * weights:,.0f} MB",
         f"time of the steps: {num_passes:,} passes over {size[0]} x {size[1]:,} tokens,"
         f" {1000 * per_pass:,.0f} ms each: at most {num_passes * per_pass / 3600:,.2f} hours",
     ])  # fmt: skip
 
 
-def stop_text(out_dir: Path, step: int) -> str:
+def stop_text(out_dir: Path, step: int, num_ranks: int) -> str:
     """What to type to go on."""
-    command = f"python train_gpt2.py --resume --out-dir {shlex.quote(str(out_dir))}"
+    program = "python" if num_ranks == 1 else "torchrun (as before)"
+    command = f"{program} train_gpt2.py --resume --out-dir {shlex.quote(str(out_dir))}"
     return f"stopped by a signal after step {step}; to go on: {command}"
 
 

@@ -36,6 +36,14 @@ def wait_for(what) -> bool:
     return what()
 
 
+def have(monkeypatch, num_threads: int, num_cores: int):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(num_cores)}, raising=False)
+
+
+CPU = torch.device("cpu")
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """A machine that others take a share of, and the crowds that stand on it."""
@@ -44,14 +52,17 @@ def machine(monkeypatch):
     def waited() -> dict[str, int]:
         return {"quiet": 5, "main": int(now["share"] * time.perf_counter() * 1e9)}
 
-    def make_crowd() -> threading.Event:
-        now["crowds"].append(threading.Event())
-        return now["crowds"][-1]
+    class Crowd(threading.Event):
+        def __init__(self, size: int):
+            super().__init__()
+            now["crowds"].append(self)
+
+        leave = threading.Event.set
 
     monkeypatch.setattr(cores, "waited", waited)
-    monkeypatch.setattr(cores, "make_crowd", make_crowd)
-    monkeypatch.setattr(cores, "PERIOD", 0.02)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cores, "Crowd", Crowd)
+    monkeypatch.setattr(cores, "PERIOD_S", 0.02)
+    have(monkeypatch, 2, 2)
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     return now
@@ -59,7 +70,7 @@ def machine(monkeypatch):
 
 def test_a_crowd_stands_while_others_take_a_core_and_only_then(machine):
     crowds = machine["crowds"]
-    with cores.shared_cores():
+    with cores.shared_cores(CPU):
         time.sleep(0.2)
         assert not crowds  # quiet
         machine["share"] = 0.5
@@ -70,30 +81,36 @@ def test_a_crowd_stands_while_others_take_a_core_and_only_then(machine):
         assert wait_for(crowds[0].is_set)
         machine["share"] = 0.5
         assert wait_for(lambda: len(crowds) == 2)
-    assert wait_for(crowds[1].is_set)  # none is left behind
+    assert crowds[1].is_set()  # none is left behind
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
 def test_what_the_user_has_set_stays(machine, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     machine["share"] = 0.5
-    with cores.shared_cores():
+    with cores.shared_cores(CPU):
         time.sleep(0.2)
     assert not machine["crowds"]
 
 
-def test_one_thread_waits_for_nobody(machine, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    machine["share"] = 0.5
-    with cores.shared_cores():
-        time.sleep(0.2)
-    assert not machine["crowds"]
+@pytest.mark.parametrize(
+    ("num_threads", "num_cores", "size"),
+    [(1, 2, 0), (2, 2, 1), (2, 1, 0), (4, 8, 2), (16, 16, 1), (32, 64, 2), (64, 64, 0), (2, 64, 0)],
+)
+def test_a_crowd_is_more_threads_than_cores_and_few(monkeypatch, num_threads, num_cores, size):
+    have(monkeypatch, num_threads, num_cores)
+    assert cores.crowd_size() == size
+    assert size == 0 or num_threads + size * (num_threads - 1) > num_cores
 
 
-def test_where_nobody_tells_nothing_is_done(machine, monkeypatch):
-    monkeypatch.setattr(cores, "waited", dict)
+@pytest.mark.parametrize("lacks", ["a CPU", "who tells", "threads"])
+def test_where_nothing_is_to_be_had_nobody_looks(machine, monkeypatch, lacks):
+    if lacks == "who tells":
+        monkeypatch.setattr(cores, "waited", dict)
+    elif lacks == "threads":
+        have(monkeypatch, 1, 2)
     before = threading.active_count()
-    with cores.shared_cores():
+    with cores.shared_cores(torch.device("cuda") if lacks == "a CPU" else CPU):
         assert threading.active_count() == before
 
 
@@ -120,7 +137,7 @@ print(max(time - before.get(name, time) for name, time in waited().items()) / se
 def test_a_crowd_lets_threads_sleep_while_they_wait_and_changes_no_bit():
     program = """
 import resource, time, torch
-from support.cores import make_crowd
+from support.cores import Crowd
 torch.manual_seed(0)
 a = torch.randn(512, 192)
 b = torch.randn(192, 192)
@@ -131,11 +148,10 @@ def sleeps() -> tuple[int, float]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before, x
 sleeps()
 found = [sleeps()]
-crowd = make_crowd()
+crowd = Crowd(1)
 time.sleep(0.5)
 found.append(sleeps())
-crowd.set()
-time.sleep(0.5)
+crowd.leave()
 found.append(sleeps())
 assert all(torch.equal(found[0][1], x) for _, x in found)
 print(*(n for n, _ in found))

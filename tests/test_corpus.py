@@ -28,6 +28,20 @@ def test_a_layout_is_told_by_its_content(content, tmp_path):
         assert np.array_equal(shard.read(0, shard.num_tokens), TOKENS)
 
 
+def test_a_run_keeps_its_data_when_the_vocabulary_is_gone(tmp_path, monkeypatch):
+    """tiktoken keeps it under /tmp, unless told otherwise."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(corpus, "missing_vocab", lambda: [Path("encoder.json")])
+    monkeypatch.setattr(corpus, "own_source", asked.append)
+    for known in (50257, 0):
+        for folder in ("data", "data/stdlib-gpt2"):
+            Path(folder).mkdir(exist_ok=True)
+            with pytest.raises(TypeError):  # no folder to open
+                corpus.choose("", 8, known, None)
+    assert asked == ["bytes", "gpt2", "bytes", "bytes"]
+
+
 @pytest.mark.parametrize("make", ["mkdir", "mkfifo"])
 def test_what_is_not_a_file_is_refused_and_does_not_hang(make, tmp_path):
     if not hasattr(os, make):

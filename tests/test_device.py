@@ -231,7 +231,7 @@ def test_a_card_from_before_2020_takes_float16(monkeypatch):
     assert choices("--no-bf16") == {"tf32": False}
     with pytest.raises(ValueError, match="--bf16 is emulated .* 2020, a card: --fp16 instead"):
         choices("--bf16")
-    with pytest.raises(ValueError, match="--tf32 needs .* this is a card: leave it out"):
+    with pytest.raises(ValueError, match="--tf32 needs .* this is a card: add --no-tf32"):
         choices("--tf32")
     on_a_card(monkeypatch, (8, 0))
     assert choices() == {}

@@ -1,5 +1,8 @@
 """Tests ../support/files.py."""
 
+import errno
+import os
+
 import pytest
 from conftest import NEEDS_POSIX
 
@@ -18,6 +21,18 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_kept(tmp_path):
         f.write(b"new")
     assert (tmp_path / "mine").read_text() == "precious"
     assert (tmp_path / "data" / "a").read_bytes() == b"new"
+
+
+@NEEDS_POSIX
+def test_a_file_system_without_locks_is_told_with_the_cure(tmp_path, monkeypatch):
+    """Lustre has none unless it is mounted with them."""
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(OSError, match="can't be locked .Function not implemented.: name a folder"):
+        files.locked(tmp_path)
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

@@ -56,3 +56,15 @@ def test_weights_and_biases_get_the_figures_of_each_step(tmp_path, monkeypatch):
         log("saved", saved=1, save_s=0.1)
     assert logged == [{"loss": 2.5, "grad_norm": 0.5, "step": 1}] * 2
     assert started[0] == started[1] and started[0]["resume"] == "allow"
+    (tmp_path / "wandb_id").unlink()  # a folder of the same name, on another machine
+    train_gpt2.log.wandb()(tmp_path)
+    assert started[2]["id"] != started[0]["id"]
+
+
+def test_weights_and_biases_without_an_account_is_one_line(tmp_path, monkeypatch):
+    def init(**how):
+        raise Exception("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(ValueError, match="--wandb: No API key .*: wandb login, or set WANDB_MODE"):
+        train_gpt2.log.wandb()(tmp_path)

@@ -17,6 +17,14 @@ from support.checkpoint import read_checkpoint
 from support.ranks import World, find_world
 
 
+def test_a_rank_with_an_older_program_is_told(monkeypatch):
+    """It lacks what the main rank knows of."""
+    world = World(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(World, "gather", lambda self, facts: [facts, {}])
+    with pytest.raises(ValueError, match="--json is None on rank 1 and True on rank 0: start all"):
+        world.agree({"--json": True})
+
+
 def test_zero_saves_before_and_after_its_first_update(data_dir, tmp_path):
     """The first steps overflow, and without --fused nothing has moments before the first update. In
     the background its copies are those of the save before."""

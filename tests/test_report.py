@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,3 +191,9 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(data_dir, tmp_path):
     )
     assert disk.startswith("disk: 4 checkpoints of ") and hours.endswith(" hours")
     assert hours.startswith("time of the steps: 144 passes over 1 x 16 tokens, ")
+
+
+def test_what_to_type_after_a_stop_is_for_as_many_ranks():
+    to_go_on = "train_gpt2.py --resume --out-dir 'out/a b'"
+    assert report.stop_text(Path("out/a b"), 7, 1).endswith(f"to go on: python {to_go_on}")
+    assert report.stop_text(Path("out/a b"), 7, 8).endswith(f": torchrun (as before) {to_go_on}")

@@ -753,7 +753,7 @@ MISTAKES = {
     "keep none": ({"keep": 0}, "--keep 0 must be a number of at least 2"),
     "no layers": ({"n_layer": 0}, "--n-layer 0 must be a number of at least 1"),
     "no value": ({"prompt": None, "seed": ""}, "--seed: invalid int value: ''"),
-    "tf32": ({"tf32": True}, "--tf32 needs an NVIDIA GPU of 2020 or later, this is cpu: leave it"),
+    "tf32": ({"tf32": True}, "--tf32 needs an NVIDIA GPU of 2020 or later, this is cpu: add --no-"),
     "a used out-dir": ({"out_dir": "run"}, "--out-dir run holds a run: add --resume, or name"),
     "a file as out-dir": ({"out_dir": __file__}, "--out-dir .* is a file: name a folder"),
     "an out-dir in a file": ({"out_dir": f"{__file__}/run"}, "(Not a directory|cannot find)"),
@@ -766,12 +766,15 @@ MISTAKES = {
     "another order": (with_run(shuffle=False), "--shuffle: the run in .* has True, this one False"),
     "two types": ({"bf16": True, "fp16": True}, "--bf16 and --fp16 are two types for the same: l"),
     "half a residual": ({"bf16_residual": True, "bf16": False}, "--bf16-residual needs --bf16: ad"),
+    "an end of nothing": (
+        {"cosine": False, "decay_to": 0.5}, "--decay-to 0.5 needs --cosine: add it, or --decay-to"
+    ),
     "a mode of nothing": (
         {"compile_mode": "max-autotune-no-cudagraphs"}, "--compile-mode max-.* needs --compile: add"
     ),
     "sharing with nobody": ({"zero": True}, "--zero shares out among ranks, this is 1: use torch"),
     "half a residual of float16": (
-        {"bf16_residual": True, "fp16": True}, "--bf16-residual needs --bf16: add it, or leave out"
+        {"bf16_residual": True, "fp16": True}, "--bf16-residual needs --bf16: add it, or --no-bf16-"
     ),
     "no such mode": ({"compile_mode": "fast"}, "--compile-mode: invalid choice: 'fast' .choose fr"),
     "dropout": ({"dropout": 1.0}, "--dropout 1.0 must be a number of at least 0 and at most 0.99"),
