@@ -154,8 +154,9 @@ SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
 NETWORK_FLAGS = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
 SAMPLE_FLAGS = ("prompt", "sample_tokens", "temperature", "top_k", "top_p")
 RATE_FLAGS = ("steps", "warmup_steps", "learning_rate", "cosine", "decay_to")
-# A resumed run may change any flag, and is told which. Not FIXED; what moves last bits; and untold:
 GROUPS = groups(TrainConfig)
+# A resumed run keeps FIXED. It may change all others, and tells which: of ROUNDING that they change
+# its last bits, but nothing of UNSEEN, which change none of its numbers
 FIXED = ("model", "seed", "shuffle", "muon", *SHAPE_FLAGS)
 ROUNDING = {*GROUPS["speed-ups"], *GROUPS["memory"], "deterministic"}
 ROUNDING -= {"speed_ups", "pad_vocab", "zero"}
@@ -225,7 +226,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     # compiled code for a CPU adds up in an order that varies; fixed, max-autotune can time nothing
     device.set_determinism(config.deterministic or (is_cpu and mode == "default"), config.compile)
     device.set_allocator(world.device, keep=not config.recompute)
-    net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model  # 3
+    net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model  # speed-up 3
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
@@ -235,11 +236,9 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
 def make_optimizer(model: GPT, config: TrainConfig, world: World) -> Optimizer:
     """AdamW as GPT-3 set it (Brown et al. 2020, appendix B); with --muon not for the matrices."""
     decayed, others = model.decay_groups()
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": config.fused or None}  # 6
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others}]
+    options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    options |= {"fused": config.fused or None}  # speed-up 6; without it torch picks its second best
     if config.muon:
         options |= {"matrices": model.matrices(), "bf16": config.bf16}
     kind = partial(SharedOptimizer, world) if config.zero and world.size > 1 else Optimizer

@@ -74,7 +74,7 @@ def start_text(record: dict, sizes: list[tuple[int, int]], num_sequences: int) -
         f" {record['epochs']:.2f} epochs in {flags['steps']:,} steps,"
         f" {record['unused_tokens']:,} tokens unused",
         *[f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}"] * lacks_vocab,
-        "chosen: " + " ".join(f"{spelled(name)}={flags[name]}" for name in record["chosen"]),
+        "chosen: " + shlex.join(f"{spelled(name)}={flags[name]}" for name in record["chosen"]),
         *(f"off: {spelled(name)} {why}" for name, why in record["off"].items()),
     ])  # fmt: skip
 
