@@ -86,7 +86,6 @@ class Run:
         return np.interp(steps, [0, *made], [0, *np.cumsum(ms)]) / 3.6e6
 
 
-CURVES = ("loss", "training", "-", 0.5), ("val_loss", "validation", "o", 1)  # opacities
 AXES = {"steps": lambda run, steps: steps, "tokens": Run.tokens, "hours of steps": Run.hours}
 
 
@@ -265,12 +264,13 @@ def draw(runs: list[Run], references: list[dict], path: Path):
     height = 5.2 + 0.22 * (len(runs) + len(shown))  # of the panels, and of a label each
     figure = Figure(figsize=(15, height), layout="constrained")
     panels = figure.subplots(1, len(AXES), sharey=True)
-    for axes, (title, place) in zip(panels, AXES.items(), strict=True):
+    for axes, (title, place) in zip(panels, axes_of(runs).items(), strict=True):
         for number, (run, factor) in enumerate(zip(runs, factors, strict=True)):
             name = run.name if len(titles) == 1 else f"{run.name}, {what_ran(run)}"
             draw_run(axes, run, name, place, factor, colors(len(runs))[number])
         axes.set(xlabel=title, xlim=(0, axes.get_xlim()[1]))
         axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(lambda x, _: brief(x))
         for number, reference in enumerate(shown):
             draw_reference(axes, reference, title, number)
         axes.grid(alpha=0.3)
@@ -280,6 +280,22 @@ def draw(runs: list[Run], references: list[dict], path: Path):
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
     figure.savefig(path)
     print(path)
+
+
+def axes_of(runs: list[Run]) -> dict:
+    """AXES, with time in the largest unit of which some run took two."""
+    *others, _ = AXES.items()
+    longest = max(run.hours(run.series("loss")[0]).max(initial=0) for run in runs)
+    sizes = {"hours": 1, "minutes": 60, "seconds": 3600}
+    unit = next((name for name, size in sizes.items() if longest * size >= 2), "seconds")
+    return dict(others) | {f"{unit} of steps": lambda run, steps: sizes[unit] * run.hours(steps)}
+
+
+def brief(number: float) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:g}{letter}"
+    return f"{number:g}"
 
 
 def colors(count: int) -> list:
@@ -304,15 +320,23 @@ def what_ran(run: Run) -> str:
 
 
 def draw_run(axes, run: Run, name: str, place, factor: float, color):
-    """Training as a line, validation as dots; one label for both, with the last of each."""
-    last = []
-    for zorder, (what, kind, style, alpha) in enumerate(CURVES, 1):
-        steps, losses = run.series(what)
-        look = {"color": color, "linewidth": 0.8, "markersize": 5, "alpha": alpha, "zorder": zorder}
-        [drawn] = axes.plot(place(run, steps), factor * losses, style, **look)
-        if len(steps):
-            last.append(f"{kind} {factor * losses[-1]:.3f} after step {steps[-1]:,.0f}")
-    drawn.set_label(textwrap.fill(f"{name}: {', '.join(last)}", 170))
+    """Training faint, and its mean over a fiftieth of the run as a line; validation as dots. One
+    label for all, with the last of each."""
+    (steps, losses), (val_steps, val_losses) = run.series("loss"), run.series("val_loss")
+    x, num = place(run, steps), max(1, len(steps) // 50)
+    axes.plot(x, factor * losses, color=color, linewidth=0.6, alpha=0.25, zorder=1)
+    smooth = np.convolve(losses, np.ones(num) / num, "valid") if len(losses) else losses
+    axes.plot(x[num // 2 :][: len(smooth)], factor * smooth, color=color, linewidth=1.3, zorder=2)
+    [dots] = axes.plot(place(run, val_steps), factor * val_losses, "o", color=color, markersize=5,
+                       zorder=3)  # fmt: skip
+    last = ""
+    if len(steps):
+        last += (
+            f", training {factor * smooth[-1]:.3f} over the last {num:,} of {steps[-1]:,.0f} steps"
+        )
+    if len(val_steps):
+        last += f", validation {factor * val_losses[-1]:.3f} after step {val_steps[-1]:,.0f}"
+    dots.set_label(textwrap.fill(name + last.replace(",", ":", 1), 170))
 
 
 def draw_reference(axes, reference: dict, title: str, number: int):

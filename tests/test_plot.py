@@ -311,3 +311,20 @@ def test_every_reference_names_its_source():
             assert points == sorted(points) and reference["tokens"] % reference["step"] == 0
             losses = [-value for _, value in points if reference["what"] == "val_loss"]
             assert losses == sorted(losses)  # or a loss would be reached twice
+
+
+def test_an_axis_is_in_units_that_can_be_read(tmp_path):
+    def longest(seconds: float) -> str:
+        (tmp_path / "log.jsonl").write_text("".join(
+            json.dumps(record) + "\n" for record in (
+                {"flags": {"data_dir": "a", "batch_tokens": 8}},
+                {"step": 1, "loss": 2.0, "ms": 1000 * seconds},
+            )
+        ))  # fmt: skip
+        *_, (title, place) = plot.axes_of([run := plot.read_run(str(tmp_path))]).items()
+        return f"{place(run, 1):g} {title}"
+
+    assert longest(3 * 3600) == "3 hours of steps"
+    assert longest(1.5 * 3600) == "90 minutes of steps"
+    assert longest(90) == "90 seconds of steps"
+    assert [*map(plot.brief, (0, 250, 2e3, 2.5e6, 1e10))] == ["0", "250", "2k", "2.5M", "10B"]
