@@ -126,6 +126,10 @@ def save_manifest(folder: Path, content: dict):
 def open_folder(path: Path) -> TokenFolder:
     """The shards in path, each checked by its header; OSError or ValueError if one is amiss. Where
     there is a manifest, only what it names counts."""
+    if path.is_file():
+        own = shlex.join(["--input", str(path), "--data-dir", f"data/{path.stem}"])
+        cure = f"name its folder if it holds tokens; if text: python {PREPARE} {own}"
+        raise NotADirectoryError(f"--data-dir {path} is a file: {cure}")
     if not path.is_dir():
         is_published = path.name in ("fineweb", "fineweb-edu")
         how = f"--download {path.name}" if is_published else "--input YOUR_TEXT"

@@ -706,7 +706,7 @@ def id_60000(header: bytes) -> bytes:
 MISTAKES = {
     "no such folder": ({"data_dir": "nowhere"}, "--data-dir nowhere is not a folder: .*--input"),
     "no download": ({"data_dir": "data/fineweb-edu"}, "--download fineweb-edu --data-dir data"),
-    "a file as folder": ({"data_dir": __file__}, "--data-dir .*test_train_gpt2.py is not a folder"),
+    "a file as folder": ({"data_dir": __file__}, "--data-dir .*is a file: name its f"),
     "no shards": ({"data_dir": "."}, "--data-dir . has no train shards"),
     "empty shard": (with_shard("train_000000.bin", b""), "train_000000.bin is not a whole token"),
     "no tokens": (
