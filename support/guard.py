@@ -1,5 +1,9 @@
 """How a run ends: signals that save first, the watchdog, exit codes, one line for each error.
 
+From Ctrl-C to the exit: stop_signals notes it; train_step at its end, and watch.Watcher at each
+part of what it does, ask and agree with the other ranks; train saves, logs that it was stopped, and
+returns 3. The second one is a KeyboardInterrupt, which main explains: 130.
+
 Exit codes: 0 done; 2 a mistake of the user; 3 stopped by a signal after saving; 4 numbers that are
 not finite, or ranks that differ; 5 no progress, or a rank or torchrun lost; 6 the disk; 7 no good
 checkpoint; 130 stopped at once, without saving.
