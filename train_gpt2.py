@@ -334,8 +334,8 @@ class Run:
 def train(run: Run, signals: guard.Signals) -> int:
     """Train to config.steps: each step is logged, then saved, validated and sampled if due. Returns
     the exit code: 0, or 3 if it was stopped."""
-    config, state, world, must_stop = run.config, run.state, run.world, False
-    asked = lambda: bool(signals.times) or run.saver.has_failed  # noqa: E731
+    config, state, world, saver = run.config, run.state, run.world, run.saver
+    asked, must_stop = lambda: bool(signals.times) or saver.has_failed, False
     signals.save_first = True
     run.watcher.catch_up()  # a stop waits for it and for one step: else some run would make none
     while not must_stop and state.step < config.steps:

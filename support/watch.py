@@ -43,14 +43,16 @@ class Watcher:
     steps: int
     asked: Callable[[], bool] = bool  # whether this rank was asked to stop, which ends a watch
 
-    def __post_init__(self):
-        self.world = replace(self.world, note=partial(self.note, self.world.note))
+    @property
+    def stoppable(self) -> object:
+        """The world in which what notes its parts is Stopped between two of them."""
+        return replace(self.world, note=self.note)
 
-    def note(self, pass_on: Callable[[str], None], phase: str):
+    def note(self, phase: str):
         if self.asked():
-            pass_on("a save, once the other ranks have heard")  # for which the watchdog has time
+            self.world.note("a save, once the other ranks have heard")  # the watchdog gives it time
             raise Stopped
-        pass_on(phase)
+        self.world.note(phase)
 
     def catch_up(self):
         """Do what the process before this one did not come to. A validation is made again in any
@@ -89,7 +91,7 @@ class Watcher:
     def validate(self):
         step = self.state.step
         figures = evaluate.validation(self.state.model, self.net, self.loader, self.eval_tokens,
-                                      self.tokenizer, self.world, self.autocast)  # fmt: skip
+                                      self.tokenizer, self.stoppable, self.autocast)  # fmt: skip
         if math.isfinite(figures["val_loss"]):
             self.state.val_losses[step] = figures["val_loss"]
         self.log(
@@ -99,14 +101,16 @@ class Watcher:
     def sample(self):
         step = self.state.step
         with evaluate.no_dropout(self.state.model):
-            texts = self.world.together(lambda: ["".join(p) for p in self.samples(self.world)()])
+            texts = self.world.together(
+                lambda: ["".join(p) for p in self.samples(self.stoppable)()]
+            )
         found = "\n---\n".join(texts)
         self.log(f"sample after step {step}:\n{found}", step=step, sample=found)
 
     def quiz(self):
         step = self.state.step
         figures = evaluate.answers(
-            self.state.model, self.examples, self.tokenizer, self.world, self.autocast
+            self.state.model, self.examples, self.tokenizer, self.stoppable, self.autocast
         )
         text = f"{len(self.examples):,} questions after step {step}: {evaluate.in_words(figures)}"
         self.log(text, step=step, **{f"hellaswag_{name}": n for name, n in figures.items()})

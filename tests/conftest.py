@@ -30,6 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # several run at once
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # else the first optimizer does, and keeps its callers' frames and files
 
 import dataloader
 import prepare_data

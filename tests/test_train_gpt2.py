@@ -1,5 +1,6 @@
 """Tests ../train_gpt2.py: what a run promises, by whole runs in processes of their own."""
 
+import gc
 import io
 import itertools
 import json
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -942,3 +944,25 @@ def test_compile_without_a_compiler_is_refused_with_the_cure(data_dir, tmp_path)
     )  # fmt: skip
     assert done.returncode == 2
     assert "--compile fails here" in done.stderr and "install a C++ compiler" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
+def test_a_run_that_has_ended_holds_nothing(data_dir, tmp_path, monkeypatch):
+    """No cycle: else its log would stay open, and on a GPU its memory be taken. Python warns of
+    files that are closed by being forgotten."""
+    monkeypatch.chdir(tmp_path)
+    train, runs = train_gpt2.train, []
+
+    def note_and_train(run, signals):
+        runs.append(weakref.ref(run))
+        return train(run, signals)
+
+    monkeypatch.setattr(train_gpt2, "train", note_and_train)
+    monkeypatch.setattr(train_gpt2.log, "draw_loss", lambda path: False)  # matplotlib has cycles
+    gc.collect()
+    gc.disable()
+    try:
+        assert train_gpt2.main(flags(data_dir=data_dir, out_dir="run", steps=4)) == 0
+        assert runs[0]() is None
+    finally:
+        gc.enable()
