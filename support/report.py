@@ -75,7 +75,8 @@ def start_text(record: dict, sizes: list[tuple[int, int]], num_sequences: int) -
         f" {record['unused_tokens']:,} tokens unused",
         *[f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}"] * lacks_vocab,
         "chosen: " + shlex.join(f"{spelled(name)}={flags[name]}" for name in record["chosen"]),
-        *(f"off: {spelled(name)} {why}" for name, why in record["off"].items()),
+        *["off: " + "; ".join(f"{spelled(n)} {why}" for n, why in record["off"].items())]
+        * bool(record["off"]),
     ])  # fmt: skip
 
 
@@ -171,8 +172,8 @@ def end_text(out_dir: Path) -> str:
     folder = shlex.quote(str(out_dir))
     return "\n".join(
         [
-            ", ".join(told),
-            "written: " + ", ".join(str(path) for path in files if path.exists()),
+            f"{', '.join(told)}; written: "
+            + ", ".join(str(path) for path in files if path.exists()),
             f"sample: python train_gpt2.py --resume --out-dir {folder} --sample-only",
             f"curves: python benchmarks/plot.py {folder}",
         ]

@@ -119,6 +119,6 @@ class Watcher:
         """The losses in loss.png, where matplotlib is installed."""
         path = self.out_dir / "loss.png"
         is_drawn = self.world.together(partial(log.draw_loss, path) if self.world.is_main else bool)
-        text = f"drew {path}" if is_drawn else "no loss.png: pip install matplotlib"
-        is_last = self.state.step >= self.steps
-        self.log(text * is_last, step=self.state.step, picture=str(path) if is_drawn else "")
+        is_told = self.state.step >= self.steps and not is_drawn  # the last line names the picture
+        text = "no loss.png: pip install matplotlib" * is_told
+        self.log(text, step=self.state.step, picture=str(path) if is_drawn else "")

@@ -143,7 +143,7 @@ def test_a_card_from_before_2020_trains_in_float16(stand_in, data_dir, tmp_path)
     line = tiny(data_dir, tmp_path)
     found = memory.on_gpu(stand_in, *line, capability="7.5")
     assert found["code"] == 0, found["stderr"]
-    assert "--fp16=True" in found["stdout"] and "off: --bf16 is emulated by" in found["stdout"]
+    assert "--fp16=True" in found["stdout"] and "; --bf16 is emulated by" in found["stdout"]
     found = memory.on_gpu(stand_in, *line, "--bf16", capability="7.5")
     assert found["code"] == 2 and found["stderr"].endswith(
         "a GPU that can't compute: --fp16 instead\n"
