@@ -32,7 +32,6 @@ from dataloader import ShardLoader
 from model import GPT, SHAPES, GPTConfig
 from support import corpus, device, evaluate, folder, guard, log, ranks, report, text, weights
 from support.checkpoint import checkpoints, newest_checkpoint
-from support.cores import shared_cores
 from support.corpus import TokenFolder
 from support.flags import check_flags, flag, groups, known, make_parser, parse, spell, up_to
 from support.optimizer import Optimizer, SharedOptimizer
@@ -609,7 +608,7 @@ def run_program(argv: list[str], signals: guard.Signals) -> int:
     config, given, source = parse_args(argv, world.device.type, world.is_main)
     torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
     watchdog = guard.Watchdog(config.timeout_s, world.rank, world.size, torchrun)
-    with watchdog, shared_cores(world.device), ranks.process_group(world, config.timeout_s):
+    with watchdog, ranks.process_group(world, config.timeout_s):
         note = report.Status(watchdog.note, world.is_main and not config.sample_only)
         world = replace(world, note=note, tell=log.show if world.is_main else bool)
         if config.eval_only or config.sample_only or config.export:
