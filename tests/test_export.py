@@ -243,12 +243,11 @@ def usage(card: str) -> str:
 @pytest.mark.parametrize(
     "vocab_size", [257, pytest.param(50257, marks=[NEEDS_GPT2, pytest.mark.slow])]
 )
-def test_the_six_lines_of_a_card_run(tmp_path, capsys, vocab_size):
+def test_the_lines_of_a_card_run(tmp_path, capsys, vocab_size):
     pytest.importorskip("transformers")
     shape, folder = GPTConfig(vocab_size, 24, 1, 1, 8), tmp_path / "it's new" / "hf"
     assert exported(capsys, hf_folder(tmp_path / "source", shape), folder)[0] == 0
     lines = usage((folder / "README.md").read_text())
-    assert lines.count("\n") == 6
     env = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(tmp_path),
