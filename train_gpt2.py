@@ -34,7 +34,7 @@ from support import corpus, device, evaluate, folder, guard, log, ranks, report,
 from support.checkpoint import checkpoints, newest_checkpoint
 from support.corpus import TokenFolder
 from support.flags import check_flags, flag, groups, known, make_parser, parse, spell, up_to
-from support.optimizer import Optimizer, SharedOptimizer
+from support.optimizer import Optimizer
 from support.questions import Example, open_examples
 from support.ranks import World
 from support.synonyms import SYNONYMS
@@ -114,7 +114,6 @@ class TrainConfig:
     micro_batch_size: int = flag(0, "sequences per rank and pass; 0: what fits", 0, group="memory")
     recompute: bool = flag(False, "less memory: the backward pass computes each block again")
     loss_chunk_tokens: int = flag(0, "less memory: tokens at a time in the loss; 0: all", 0)
-    zero: bool = flag(False, "less memory: each rank holds its part of the optimizer's state")
 
     eval_only: bool = flag(False, "validate the weights, train nothing", group="other modes")
     json: bool = flag(False, "all digits of it, as JSON", needs="eval_only")
@@ -143,8 +142,6 @@ class TrainConfig:
 
     def num_micro(self, num_ranks: int) -> int:
         """Micro-batches of each rank in a step; ValueError if that is not a whole number."""
-        if self.zero and num_ranks == 1:
-            raise ValueError("--zero shares out among ranks, this is 1: use torchrun, or --no-zero")
         B = max(1, self.micro_batch_size)
         return ranks.num_micro(self.batch_tokens, B, self.seq_len, num_ranks)
 
@@ -158,7 +155,7 @@ GROUPS = groups(TrainConfig)
 # its last bits, but nothing of UNSEEN, which change none of its numbers
 FIXED = ("model", "seed", "shuffle", "muon", *SHAPE_FLAGS)
 ROUNDING = {*GROUPS["speed-ups"], *GROUPS["memory"], "deterministic"}
-ROUNDING -= {"speed_ups", "pad_vocab", "zero"}
+ROUNDING -= {"speed_ups", "pad_vocab"}
 UNSEEN = {"data_dir", "speed_ups", *GROUPS["run"], *GROUPS["watching"],
           *GROUPS["samples"], *GROUPS["other modes"]} - {*FIXED, *ROUNDING}  # fmt: skip
 ONCE = {"out_dir", "resume", "device", "profile", "speed_ups", *GROUPS["other modes"]}
@@ -232,7 +229,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
 # ---- One step: the optimizer, its learning rate, and what leads to an update
 
 
-def make_optimizer(model: GPT, config: TrainConfig, world: World) -> Optimizer:
+def make_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
     """AdamW as GPT-3 set it (Brown et al. 2020, appendix B); with --muon not for the matrices."""
     decayed, others = model.decay_groups()
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others}]
@@ -240,8 +237,7 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> Optimizer:
     options |= {"fused": config.fused or None}  # speed-up 6; without it torch picks its second best
     if config.muon:
         options |= {"matrices": model.matrices(), "bf16": config.bf16}
-    kind = partial(SharedOptimizer, world) if config.zero and world.size > 1 else Optimizer
-    return kind(groups, **options)
+    return Optimizer(groups, **options)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -373,12 +369,11 @@ def save(run: Run, wait: bool):
     """Write a checkpoint, by the main rank: all hold the same weights, which is compared first."""
     ranks.check_replicas(run.state.model, run.state.step, run.world)
     run.world.note(f"a save after step {run.state.step}")
-    state = run.state.state_dict()  # on all ranks: --zero needs them
 
     def write():
         own = identity(run.config, run.state.model.config, run.data)
         facts = {"identity": own, "config": asdict(run.config), "environment": run.environment}
-        run.saver.save(state | facts, wait)
+        run.saver.save(run.state.state_dict() | facts, wait)
 
     run.world.from_main(write)
 
@@ -398,7 +393,7 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     config.num_micro(world.size)
     boards = [getattr(log, name)() for name in ("tensorboard", "wandb") if getattr(config, name)]
     ours = {spell(name): value for name, value in asdict(config).items()} | ranks.code_digest()
-    world.agree(ours | device.same_products(world.device, config.muon and not config.zero))
+    world.agree(ours)
     out_dir = world.from_main(lambda: folder.choose_out_dir(config.out_dir, config.resume))
     seen = world.from_main(lambda: checkpoints(out_dir))
     world.note("opening the data")
@@ -464,7 +459,7 @@ def build(
     place = (config.micro_batch_size, config.seq_len, world.rank, world.size)
     loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
-    state = folder.TrainState(model, make_optimizer(model, config, world), loader, scaler)
+    state = folder.TrainState(model, make_optimizer(model, config), loader, scaler)
     tell = log.make_log(out_dir, world.is_main, [b(out_dir) for b in boards * world.is_main])
     dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
     return Run(
@@ -503,7 +498,7 @@ def make_net(
     if config.micro_batch_size:
         return *make(), config
     B = device.most_sequences(config.num_micro(world.size), config.seq_len, world.device)
-    model, net, B = device.fitting(make, attempt, B, world.size if config.zero else 1, world)
+    model, net, B = device.fitting(make, attempt, B, world)
     return model, net, replace(config, micro_batch_size=B)
 
 

@@ -58,11 +58,9 @@ BEYOND = {  # the lecture: what each changes
     "recompute": {"recompute": True},
     "fp16": {"bf16": False, "fp16": True},
     "muon": {"muon": True},
-    "zero": {"zero": True},
     "ranks-muon": {"muon": True},
-    "zero-muon": {"zero": True, "muon": True},
 }
-AMONG_RANKS = ("zero", "ranks-muon", "zero-muon")
+AMONG_RANKS = ("ranks-muon",)
 PRECISIONS = ("tf32", "bf16", "fp16")  # these change the numbers; Muon does after the first update
 NAMES = {
     "base": "float32, everything off", "tf32": "TF32", "bf16": "BF16 autocast",
@@ -70,8 +68,8 @@ NAMES = {
     "fused": "fused AdamW", "accumulation": "accumulation", "all": "everything on",
     "bf16-residual": "BF16 residual stream", "fp16": "FP16 instead of BF16",
     "loss-chunk-tokens": "loss in chunks", "recompute": "recompute blocks",
-    "muon": "Muon for the matrices", "zero": "--zero among them",
-    "ranks-muon": "Muon among them", "zero-muon": "--zero and Muon among them",
+    "muon": "Muon for the matrices",
+    "ranks-muon": "Muon among them",
 }  # fmt: skip
 # Largest relative differences from the base's losses and gradient norms. In float32 only the order
 # of additions differs: 4e-7 was seen. bfloat16 moved 124M by 2e-3 and 3e-2, and one sequence of 256

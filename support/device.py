@@ -186,17 +186,15 @@ def most_sequences(sequences: int, seq_len: int, device: torch.device) -> int:
     return math.gcd(sequences, 1 << (most.bit_length() - 1))
 
 
-def fitting(
-    make: Callable, attempt: Callable, B: int, share: int, world
-) -> tuple[nn.Module, nn.Module, int]:
+def fitting(make: Callable, attempt: Callable, B: int, world) -> tuple[nn.Module, nn.Module, int]:
     """What make makes, a model and what it was sped up to, and the largest of B, B / 2, ...
-    sequences with which an attempt at a pass fits on every rank, beside its share of the moments;
+    sequences with which an attempt at a pass fits on every rank, beside gradients and moments;
     OutOfMemoryError if not even one does. A GPU is asked with the plain model first, which takes no
     compiling."""
 
     def fits(net: nn.Module) -> bool:
         def hold_and_try():
-            _held = step_memory(model, share)
+            _held = step_memory(model)
             attempt(net, B)
 
         return all(world.gather(has_memory(hold_and_try)))
@@ -216,11 +214,11 @@ def fitting(
     return model, net, B
 
 
-def step_memory(model: nn.Module, share: int) -> list[torch.Tensor]:
+def step_memory(model: nn.Module) -> list[torch.Tensor]:
     """As much memory as a step holds besides a pass: gradients, and AdamW's moments (Muon has half
-    of them), of which a rank has one part of share."""
+    of them)."""
     params = list(model.parameters())
-    num_moments = 2 * sum(p.numel() for p in params) // share
+    num_moments = 2 * sum(p.numel() for p in params)
     return [*map(torch.empty_like, params), torch.empty(num_moments, device=params[0].device)]
 
 
@@ -260,12 +258,6 @@ def peak_memory_mib(device: torch.device) -> float | None:
 def device_name(device: torch.device) -> str:
     is_cuda = device.type == "cuda"
     return torch.cuda.get_device_name(device) if is_cuda else cpu_name(Path("/proc/cpuinfo"))
-
-
-def same_products(device: torch.device, needed: bool) -> dict[str, str]:
-    """What ranks must agree on where it is needed that matrix products have the same bits on all of
-    them: as for Muon, unless --zero gives each matrix to one rank."""
-    return {"the device, for --muon without --zero,": device_name(device)} if needed else {}
 
 
 def environment(device: torch.device, num_ranks: int) -> dict:

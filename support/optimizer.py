@@ -1,17 +1,14 @@
-"""What updates the weights: AdamW, and Muon for the matrices that are named for it; and the same
-with its state shared out among the ranks. With fused, a step whose found_inf is 1 changes
-nothing."""
+"""What updates the weights: AdamW, and Muon for the matrices that are named for it. With
+fused, a step whose found_inf is 1 changes nothing."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from support.checkpoint import MOMENTS, MOMENTUM
-from support.ranks import World
+from support.checkpoint import MOMENTUM
 
 BETA = 0.95  # of Muon's momentum, as Jordan has it
 MOST = 1 << 25  # numbers that are made orthogonal at a time: 128 MiB, and six times that in between
@@ -78,54 +75,3 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, b, x, beta=3.4445)
     return (x.transpose(1, 2) if is_tall else x).float()
-
-
-class SharedOptimizer(Optimizer):
-    """The same with its state dealt out to the ranks: each updates its own parameters, and gets the
-    others from theirs (ZeRO, stage 1: Rajbhandari et al. 2020). All ranks call state_dict, and the
-    main one gets what one rank alone would have. torch's ZeroRedundancyOptimizer holds its part
-    twice after load_state_dict, and leaves the steps on the CPU, where the fused AdamW fails."""
-
-    def __init__(self, world: World, groups: list[dict], **options):
-        super().__init__(groups, **options)
-        self.world, self.params = world, [p for group in groups for p in group["params"]]
-        loads, self.owners, self.collected = [0] * world.size, {}, {}
-        size = lambda p: p.numel() * (1 if p in self.matrices else 2)  # noqa: E731
-        for p in sorted(self.params, key=size, reverse=True):
-            self.owners[p] = loads.index(min(loads))
-            loads[self.owners[p]] += size(p)
-
-    def step(self):
-        for p in self.params:
-            if self.owners[p] != self.world.rank:
-                p.grad = None
-        super().step()
-        for rank in range(self.world.size):  # each one's part in one piece: 2 messages, not 148
-            if not (params := [p.detach() for p in self.params if self.owners[p] == rank]):
-                continue  # more ranks than parameters
-            whole = torch.cat([p.flatten() for p in params])
-            dist.broadcast(whole, rank)
-            for p, part in zip(params, whole.split([p.numel() for p in params]), strict=True):
-                p.copy_(part.view_as(p))
-
-    def state_dict(self) -> dict:
-        found = super().state_dict()
-        steps = [state["step"] for state in self.state.values() if "step" in state]
-        steps = [step for own in self.world.gather([x.item() for x in steps[:1]]) for step in own]
-        if not steps:  # nothing was updated yet
-            return found
-        for i, p in enumerate(self.params):
-            names = (MOMENTUM,) if p in self.matrices else MOMENTS
-            state = {n: self.state.get(p, {}).get(n, torch.empty_like(p)) for n in names}
-            for moment in state.values():
-                dist.broadcast(moment, self.owners[p])
-            state |= {} if p in self.matrices else {"step": torch.tensor(steps[0])}
-            for name, value in state.items() if self.world.is_main else ():
-                new = torch.empty_like(value, device="cpu")  # the same memory for each save
-                self.collected.setdefault(i, {}).setdefault(name, new).copy_(value)
-        return found | {"state": self.collected}
-
-    def load_state_dict(self, saved: dict):
-        own = [i for i, p in enumerate(self.params) if self.owners[p] == self.world.rank]
-        own = {i: saved["state"][i] for i in own if i in saved["state"]}
-        super().load_state_dict(saved | {"state": own})

@@ -36,7 +36,6 @@ SAID_HERE = {
     "--tensorboard or --wandb": "report-to wandb-log wandb-project logger",
     "--tf32": "tensorcores allow-tf32",
     "--warmup-steps": "warmup warmup-iters warmup-ratio num-warmup-steps",
-    "--zero": "zero-stage fsdp",
     "always on, as in GPT-2": "bias",
     "torchrun --nproc_per_node=N train_gpt2.py": "gpus num-gpus n-gpus nproc world-size ddp",
 }  # fmt: skip

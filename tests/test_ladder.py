@@ -159,7 +159,7 @@ def test_the_whole_ladder(tmp_path, data_dir):
     """Every rung is measured or says why not; JSON, picture, README block and comparison. Without
     compile, which takes minutes for all rungs."""
     project = copy_of_project(tmp_path / "project")
-    skipped = ("compile", "zero", "ranks-muon")
+    skipped = ("compile", "ranks-muon")
     content, text = climb(project, data_dir, "--ranks", "2,999", "--skip", *skipped)
     names = [name for name in (*ladder.SPEED_UPS, *ladder.BEYOND) if name not in skipped]
     expected = dict.fromkeys(["base", *names, "accumulation", "2 ranks"], "measured")

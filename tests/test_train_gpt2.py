@@ -99,25 +99,22 @@ BEYOND = {  # the lecture: flags, and the relative difference that ranks and mic
     "fp16": ({"fp16": True}, 1e-2),
     "bf16_residual": ({"bf16_residual": True, "bf16": True}, 2e-2),
     "memory": ({"recompute": True, "loss_chunk_tokens": 5}, 1e-6),
-    "zero": ({"zero": True}, 1e-6),
     "adamw": ({"muon": False}, 1e-6),
-    "zero and adamw": ({"muon": False, "zero": True}, 1e-6),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("memory", 2), ("zero", 2), ("adamw", 1)]
+    [("memory", 2), ("adamw", 1)]
     + [
         pytest.param(name, ranks, marks=pytest.mark.slow)
         for name, ranks in [("fp16", 1), ("fp16", 2), ("bf16_residual", 2), ("memory", 1)]
-        + [("adamw", 2), ("adamw", 4), ("zero and adamw", 4)]
+        + [("adamw", 2), ("adamw", 4)]
     ],
 )
 def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
     """After a kill, to the bit; on other ranks with another micro-batch, to its precision."""
     changes, tolerance = BEYOND[name]
-    alone = {n: value for n, value in changes.items() if n != "zero"}  # on one rank
     line = flags(data_dir=data_dir, out_dir="run", dropout=0.1, **changes)
     assert train(line, tmp_path / "whole", ranks)[0] == 0
     assert train(line, tmp_path / "killed", ranks, kill_after=7)[0] not in range(8)
@@ -125,8 +122,8 @@ def test_a_flag_keeps_the_run_exact(data_dir, tmp_path, ranks, name):
     assert losses(tmp_path / "killed" / "run") == losses(tmp_path / "whole" / "run")
     assert digest(tmp_path / "killed" / "run") == digest(tmp_path / "whole" / "run")
     one, other = (
-        losses(run(tmp_path, data_dir, f"B{B}", n, micro_batch_size=B, **how))
-        for n, B, how in ((1, 1, alone), (ranks, 3, changes))
+        losses(run(tmp_path, data_dir, f"B{B}", n, micro_batch_size=B, **changes))
+        for n, B in ((1, 1), (ranks, 3))
     )
     assert other == pytest.approx(one, rel=tolerance)
 
@@ -774,7 +771,6 @@ MISTAKES = {
     "a mode of nothing": (
         {"compile_mode": "max-autotune-no-cudagraphs"}, "--compile-mode max-.* needs --compile: add"
     ),
-    "sharing with nobody": ({"zero": True}, "--zero shares out among ranks, this is 1: use torch"),
     "half a residual of float16": (
         {"bf16_residual": True, "fp16": True}, "--bf16-residual needs --bf16: add it, or --no-bf16-"
     ),
