@@ -15,12 +15,10 @@ if __name__ == "__main__":
 import math
 import sys
 import time
-import timeit
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -118,7 +116,6 @@ class TrainConfig:
     eval_only: bool = flag(False, "validate the weights, train nothing", group="other modes")
     json: bool = flag(False, "all digits of it, as JSON", needs="eval_only")
     sample_only: bool = flag(False, "sample from the weights, train nothing")
-    dry_run: bool = flag(False, "say what the run takes, from ten passes, and write nothing of it")
     export: str = flag("", "new folder for the weights in Hugging Face's format, train nothing")
 
     def __post_init__(self):
@@ -608,26 +605,7 @@ def run_program(argv: list[str], signals: guard.Signals) -> int:
         world = replace(world, note=note, tell=log.show if world.is_main else bool)
         if config.eval_only or config.sample_only or config.export:
             return use_weights(*as_saved(config, given, source, world), world)
-        if config.dry_run:
-            return try_out(config, given, source, world)
         return set_up_and_train(world, signals, config, given, source)
-
-
-def try_out(config: TrainConfig, given: set[str], source: Source | None, world: World) -> int:
-    """--dry-run: what a run would take, from ten passes in a folder that goes away."""
-    out_dir = folder.choose_out_dir(config.out_dir, config.resume).absolute()
-    disk = next(path for path in (out_dir, *out_dir.parents) if path.is_dir())
-    with TemporaryDirectory(dir=disk) as empty:
-        own = {"resume": False, "out_dir": world.from_main(lambda: empty), "wandb": False}
-        run = set_up(replace(config, **own), given, source, world)
-        size = run.config.micro_batch_size, config.seq_len
-        num_passes = config.steps * run.config.num_micro(world.size)
-        own = {"batch_tokens": math.prod(size) * world.size, "skip_nonfinite": 10}
-        step = partial(train_step, run.state, run.net, replace(run.config, **own), world, bool)
-        seconds = timeit.repeat(step, repeat=10, number=1)
-        how = seconds, num_passes, size, device.peak_memory_mib(world.device), config.keep
-        world.from_main(lambda: log.show(report.needs(run.state.optimizer, *how)))
-    return 0
 
 
 def set_up_and_train(world: World, signals: guard.Signals, *command) -> int:

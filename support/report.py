@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 
 import torch
 from tqdm import tqdm
@@ -124,26 +123,6 @@ def resume_text(
     if not has_digest:
         told.append("its checkpoint has no digest: an older version wrote it")
     return ", ".join(told)
-
-
-def needs(
-    optimizer: torch.optim.Optimizer, seconds: list[float], num_passes: int,
-    size: tuple[int, int], peak_mib: float | None, keep: int,
-) -> str:  # fmt: skip
-    """What a run of so many passes over B x T tokens takes, from the seconds of some of them, each
-    with an update of the weights, and their peak of memory. Of optimizer the sizes are taken."""
-    weights = sum(p.nbytes for group in optimizer.param_groups for p in group["params"]) / 1e6
-    moments = sum(v.nbytes for own in optimizer.state.values() for v in own.values()) / 1e6
-    per_pass = median(seconds)
-    peak = f"{peak_mib * 2**20 / 1e6:,.0f} MB" if peak_mib else "not known here"
-    return "\n".join([
-        "dry run: nothing of the run was written",
-        f"memory: weights {weights:,.0f} MB, gradients {weights:,.0f}, moments {moments:,.0f};"
-        f" with activations and all else {peak}",
-        f"disk: {keep + 2} checkpoints of at most {3 * weights:,.0f} MB",
-        f"time of the steps: {num_passes:,} passes over {size[0]} x {size[1]:,} tokens,"
-        f" {1000 * per_pass:,.0f} ms each: at most {num_passes * per_pass / 3600:,.2f} hours",
-    ])  # fmt: skip
 
 
 def stop_text(out_dir: Path, step: int, num_ranks: int) -> str:

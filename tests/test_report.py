@@ -181,18 +181,6 @@ def test_a_pipe_gets_no_line_that_overwrites_itself(monkeypatch):
     assert not sys.stderr.getvalue()
 
 
-def test_a_dry_run_says_what_it_takes_and_writes_nothing(data_dir, tmp_path):
-    code, out, err = train([*flags(data_dir=data_dir), "--dry-run"], tmp_path)
-    assert code == 0, err
-    assert not (tmp_path / "out").exists() and not [*tmp_path.rglob("*.pt")]
-    [title, memory, disk, hours] = out.splitlines()[-4:]
-    assert title == "dry run: nothing of the run was written" and memory.startswith(
-        "memory: weights "
-    )
-    assert disk.startswith("disk: 4 checkpoints of ") and hours.endswith(" hours")
-    assert hours.startswith("time of the steps: 144 passes over 1 x 16 tokens, ")
-
-
 def test_what_to_type_after_a_stop_is_for_as_many_ranks():
     to_go_on = "train_gpt2.py --resume --out-dir 'out/a b'"
     assert report.stop_text(Path("out/a b"), 7, 1).endswith(f"to go on: python {to_go_on}")
