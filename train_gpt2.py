@@ -54,7 +54,6 @@ class TrainConfig:
     seed: int = flag(1337, "of the initial weights, the data's order, and samples", 0, 2**64 - 1)
     save_every: int = flag(250, "steps between checkpoints; 0: only at the end", 0)
     keep: int = flag(2, "good checkpoints to keep, and the one with the best validation", 2)
-    check_every: int = flag(100, "steps between checks that all ranks hold the same weights", 1)
     device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
     timeout_s: int = flag(900, "seconds without any progress after which a run ends; 0: never", 0)
     deterministic: bool = flag(False, "the same bits each time on a GPU too, more slowly")
@@ -338,8 +337,6 @@ def train(run: Run, signals: guard.Signals) -> int:
         log_step(run, result, seconds)
         if due(state.step, config.save_every, config.steps):
             save(run, wait=state.step == config.steps)
-        elif due(state.step, config.check_every, config.steps):
-            ranks.check_replicas(state.model, state.step, world)
         must_stop = result.must_stop or run.watcher.watch(asked)
     if must_stop:
         save(run, wait=True)

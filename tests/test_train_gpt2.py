@@ -859,7 +859,6 @@ def test_the_largest_numbers_train(data_dir, tmp_path):
     names = [
         "steps",
         "eval_tokens",
-        "check_every",
         "save_every",
         "eval_every",
         "timeout_s",
