@@ -77,7 +77,6 @@ class TrainConfig:
     weight_decay: float = flag(0.1, "decay of the matrices; biases and layer norms have none", 0)
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: no limit", 0)
     muon: bool = flag(False, "the blocks' matrices by Muon, all others by AdamW")
-    skip_nonfinite: int = flag(0, "steps to leave out, not applied, whose loss is not finite", 0)
 
     eval_every: int = flag(250, "steps between validations; 0: at both ends", 0, group="watching")
     log_every: int = flag(1, "steps between lines of the terminal; log.jsonl has every step", 1)
@@ -259,7 +258,7 @@ def train_step(
     state: folder.TrainState, net: nn.Module, config: TrainConfig, world: World, asked: Callable
 ) -> StepResult:
     """One optimizer step over batch_tokens, at whose end it is asked whether to stop.
-    FloatingPointError if loss or norm is not finite on some rank, and no more may be left out."""
+    FloatingPointError if loss or norm is not finite on some rank, unless float16 has overflowed."""
     device, num_micro = world.device, config.num_micro(world.size)
     if config.dropout:  # each step and rank its own random numbers: there is no state to save
         key = np.random.SeedSequence([config.seed, state.step, world.rank])
@@ -284,7 +283,7 @@ def train_step(
     loss, norm, stop, *bad = totals.tolist()  # with --fused, here alone a step waits for the device
     loss, norm, notice = loss / world.size, norm / world.size, ""
     if not math.isfinite(loss + norm):
-        notice = state.leave_out(loss, norm, bad, num_micro, config.skip_nonfinite)
+        notice = state.leave_out(loss, norm, bad, num_micro)
     state.step += 1
     return StepResult(loss, norm, stop > 0 or (world.size == 1 and asked()), notice)
 

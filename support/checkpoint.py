@@ -29,7 +29,7 @@ from support.files import whole_file
 
 PLAIN = (str, int, float, bool, type(None))
 PARTS = {  # of a checkpoint, and the types of what each holds
-    "step": (int,), "position": (int,), "skipped": [(str,)], "val_losses": {int: (float,)},
+    "step": (int,), "position": (int,), "val_losses": {int: (float,)},
     "model": {str: (Tensor,)}, "optimizer": {int: {str: (Tensor,)}}, "scaler": {str: (int, float)},
     "identity": {str: PLAIN}, "config": {str: PLAIN}, "environment": {str: PLAIN},
 }  # fmt: skip
@@ -141,12 +141,10 @@ def check_parts(saved: dict):
 
 
 def fits(value, kind) -> bool:
-    """Whether value is of one of the types in the tuple kind, or a list or dict of such ones. No
+    """Whether value is of one of the types in the tuple kind, or a dict of such ones. No
     bool is an int here, and no subclass of Tensor a Tensor."""
     if isinstance(kind, tuple):
         return type(value) in kind
-    if isinstance(kind, list):
-        return type(value) is list and all(fits(part, kind[0]) for part in value)
     [(key, inner)] = kind.items()
     is_dict = isinstance(value, dict) and all(type(name) is key for name in value)
     return is_dict and all(fits(part, inner) for part in value.values())

@@ -85,7 +85,6 @@ class TrainState:
     loader: ShardLoader
     scaler: torch.amp.GradScaler  # of --fp16; else it does nothing
     step: int = 0
-    skipped: list[str] = field(default_factory=list)  # steps that were not applied, and why
     val_losses: dict[int, float] = field(default_factory=dict)  # by step: which checkpoint is best
 
     def state_dict(self) -> dict:
@@ -95,14 +94,13 @@ class TrainState:
             "optimizer": self.optimizer.state_dict()["state"],
             "scaler": self.scaler.state_dict(),
             "position": self.loader.position,
-            "skipped": list(self.skipped),
             "val_losses": dict(self.val_losses),
         }
 
     def load_state_dict(self, saved: dict):
         """Go on from saved. Learning rate, betas and decay stay the command line's: PyTorch's own
         load would bring back the old ones."""
-        self.step, self.skipped = saved["step"], list(saved["skipped"])
+        self.step = saved["step"]
         self.val_losses = dict(saved["val_losses"])
         self.model.load_state_dict(saved["model"])
         groups = torch.optim.AdamW.state_dict(self.optimizer)["param_groups"]
@@ -113,29 +111,21 @@ class TrainState:
             self.scaler.load_state_dict(scaler)
         self.loader.position = saved["position"]
 
-    def leave_out(
-        self, loss: float, norm: float, bad: list[float], num_micro: int, most: int
-    ) -> str:
-        """Why a step of so many batches was not applied; FloatingPointError if there were more
-        than most such. bad says of each rank whether its own loss was not finite. A gradient that
-        float16 can't hold does not count: the scaler has halved the scale."""
+    def leave_out(self, loss: float, norm: float, bad: list[float], num_micro: int) -> str:
+        """Why a step of so many batches was not applied, if float16 can't hold its gradient: the
+        scaler has halved the scale. Else FloatingPointError. bad says of each rank whether its own
+        loss was not finite."""
         has_scale, scale = self.scaler.is_enabled(), self.scaler.get_scale()
         if has_scale and math.isfinite(loss) and scale >= 1:
             return f"not applied: the gradient overflows float16, its scale is {scale:.0f} now"
         whose = ", ".join(str(rank) for rank, is_bad in enumerate(bad) if is_bad) or "none alone"
         end = self.loader.position
         begin = end - num_micro * self.loader.B * self.loader.num_ranks
-        why = (
+        raise FloatingPointError(
             f"step {self.step + 1} gave loss {loss} (rank: {whose}) and gradient norm {norm}, on"
-            f" sequences {begin:,} to {end - 1:,}: not applied"
+            f" sequences {begin:,} to {end - 1:,}: not applied, the weights are those of step"
+            f" {self.step}; try a --learning-rate below {self.optimizer.defaults['lr']}"
         )
-        self.skipped.append(why)
-        if len(self.skipped) > most:
-            raise FloatingPointError(
-                f"{why}, the weights are those of step {self.step}; try a --learning-rate below"
-                f" {self.optimizer.defaults['lr']}, or --skip-nonfinite {len(self.skipped)}"
-            )
-        return why
 
 
 class Saver:

@@ -405,7 +405,7 @@ def state_of(step: int, muon: bool = False, **parts) -> dict:
         return {"exp_avg": full(p), "exp_avg_sq": full(p), "step": full(torch.zeros(()))}
 
     state = {
-        "step": step, "position": step, "skipped": [], "val_losses": {},
+        "step": step, "position": step, "val_losses": {},
         "model": {name: full(tensor) for name, tensor in model.state_dict().items()},
         "optimizer": dict(enumerate(map(moments, params))), "scaler": {},
         "identity": asdict(shape) | {"muon": muon}, "config": {"seed": 1}, "environment": {},

@@ -1136,19 +1136,6 @@ def test_nothing_that_is_not_finite_enters_the_weights(oracle, data_dir, tmp_pat
     goes_on(data_dir, tmp_path, oracle, 2)
 
 
-def test_a_step_that_is_left_out_is_left_out_after_a_resume_too(data_dir, tmp_path):
-    line = command(data_dir, skip_nonfinite=1, save_every=1)
-    inject = partial(bad_numbers, 4, "loss", 0)
-    code, out, err = train(line, tmp_path / "whole", inject=inject)
-    assert code == 0 and fired(tmp_path / "whole") and "4 gave loss nan (rank: 0)" in out, err
-    assert train(line, tmp_path / "killed", inject=inject, kill_after=6)[0] not in range(8)
-    assert train(line, tmp_path / "killed")[0] == 0
-    equal(tmp_path / "killed" / "run", tmp_path / "whole" / "run")
-    saved = [read_checkpoint(checkpoints(tmp_path / name / "run")[0])
-             for name in ("whole", "killed")]  # fmt: skip
-    assert [[why[:11] for why in s["skipped"]] for s in saved] == [["step 4 gave"]] * 2
-
-
 def change_a_weight(run):
     with torch.no_grad():
         next(run.state.model.parameters()).flatten()[0] += 1e-3

@@ -28,6 +28,12 @@ def test_a_loss_is_reached_between_two_validations():
     assert tokens_to_loss.reached(run, 1.0) == (math.inf, math.inf)
 
 
+def test_a_run_that_was_not_finite_is_never_the_best():
+    run = made("AdamW", {0: 6.0, 10: 2.0})
+    assert tokens_to_loss.last_loss(run) == 2
+    assert tokens_to_loss.last_loss(run | {"is_finite": False}) == math.inf
+
+
 def results() -> dict:
     """AdamW ends at 2.0 after 20 steps; Muon is there after 10, which last as long as 15, or, where
     it plans for fewer, after 8."""

@@ -557,7 +557,7 @@ def own_checkpoint(path: Path) -> dict:
     model = GPT(shape)
     config = dataclasses.asdict(train_gpt2.TrainConfig(model="nano", bf16=False, warmup_steps=1))
     facts = {"tokenizer": "bytes"} | dataclasses.asdict(shape)
-    saved = {"step": 0, "position": 0, "skipped": [], "val_losses": {}, "scaler": {}}
+    saved = {"step": 0, "position": 0, "val_losses": {}, "scaler": {}}
     saved |= {"model": model.state_dict(), "optimizer": {}, "environment": {}}
     saved |= {"identity": facts, "config": config}
     torch.save(saved, path)
