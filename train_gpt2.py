@@ -102,8 +102,6 @@ class TrainConfig:
     flash: bool = flag(True, "speed-up 4: attention in one fused kernel")
     pad_vocab: bool = flag(True, "speed-up 5: an embedding of 50,304 rows instead of 50,257")
     fused: bool = flag(True, "speed-up 6: AdamW in one kernel")
-    compile_mode: str = flag("default", "how long to search for fast kernels", needs="compile",
-                             choices=("default", "max-autotune-no-cudagraphs"))  # fmt: skip
     bf16_residual: bool = flag(False, "the residual stream in bfloat16 too", needs="bf16")
     fp16: bool = flag(False, "float16 and a gradient scaler, for GPUs without bfloat16")
 
@@ -213,11 +211,10 @@ def autocast(config: TrainConfig, device: torch.device):
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     """The same parameters behind torch.compile and DDP; model stays plain: saved and sampled."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
-    is_cpu, mode = world.device.type == "cpu", config.compile_mode
-    # compiled code for a CPU adds up in an order that varies; fixed, max-autotune can time nothing
-    device.set_determinism(config.deterministic or (is_cpu and mode == "default"), config.compile)
+    # compiled code for a CPU adds up in an order that varies
+    device.set_determinism(config.deterministic or world.device.type == "cpu", config.compile)
     device.set_allocator(world.device, keep=not config.recompute)
-    net = torch.compile(model, dynamic=False, mode=mode) if config.compile else model  # speed-up 3
+    net = torch.compile(model, dynamic=False) if config.compile else model  # speed-up 3
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
@@ -549,7 +546,7 @@ def as_saved(
     seen = {f.name for f in fields(config)} - {*UNSEEN} | {"data_dir", "prompt"}
     own = {n: v for n, v in source.flags.items() if n in seen and config.resume}
     own = asdict(config) | own | {name: getattr(config, name) for name in given}
-    own |= {"compile": False, "compile_mode": "default"}
+    own |= {"compile": False}
     off = {*device.why_off(own, given - {"compile"}, world.device)}
     off |= {"bf16_residual"} if "bf16" in off else set()
     return TrainConfig(**own | dict.fromkeys(off, False)), source

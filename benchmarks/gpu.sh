@@ -34,7 +34,7 @@ else
     peers=(--only gpt2 --micro-batch-sizes 64 --rounds 2)
     beyond=(--only tf32 bf16 flash pad-vocab fused)
     beyond+=(muon recompute loss-chunk-tokens bf16-residual fp16)
-    lecture=(--skip max-autotune muon recompute loss-chunk-tokens bf16-residual fp16)
+    lecture=(--skip muon recompute loss-chunk-tokens bf16-residual fp16)
     first=(--model gpt2 --steps 19073 --eval-every 50 --save-every 0)
 fi
 

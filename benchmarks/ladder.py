@@ -53,7 +53,6 @@ IDLE_WITHIN_S = 5
 SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")
 BEYOND = {  # the lecture: what each changes
     "bf16-residual": {"bf16-residual": True},
-    "max-autotune": {"compile-mode": "max-autotune-no-cudagraphs"},
     "loss-chunk-tokens": {"loss-chunk-tokens": 1024},
     "recompute": {"recompute": True},
     "fp16": {"bf16": False, "fp16": True},

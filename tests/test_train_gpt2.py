@@ -767,13 +767,9 @@ MISTAKES = {
     "an end of nothing": (
         {"cosine": False, "decay_to": 0.5}, "--decay-to 0.5 needs --cosine: add it, or --decay-to"
     ),
-    "a mode of nothing": (
-        {"compile_mode": "max-autotune-no-cudagraphs"}, "--compile-mode max-.* needs --compile: add"
-    ),
     "half a residual of float16": (
         {"bf16_residual": True, "fp16": True}, "--bf16-residual needs --bf16: add it, or --no-bf16-"
     ),
-    "no such mode": ({"compile_mode": "fast"}, "--compile-mode: invalid choice: 'fast' .choose fr"),
     "dropout": ({"dropout": 1.0}, "--dropout 1.0 must be a number of at least 0 and at most 0.99"),
     "a share above 1": ({"top_p": 1.5}, "--top-p 1.5 must be .* at most 1"),
     "no questions": ({"hellaswag": "none.bin"}, "none.bin is not a whole file of multiple-choice"),
