@@ -110,7 +110,6 @@ class TrainConfig:
     loss_chunk_tokens: int = flag(0, "less memory: tokens at a time in the loss; 0: all", 0)
 
     eval_only: bool = flag(False, "validate the weights, train nothing", group="other modes")
-    json: bool = flag(False, "all digits of it, as JSON", needs="eval_only")
     sample_only: bool = flag(False, "sample from the weights, train nothing")
     export: str = flag("", "new folder for the weights in Hugging Face's format, train nothing")
 
@@ -569,7 +568,7 @@ def use_weights(config: TrainConfig, source: Source, world: World) -> int:
         data = world.from_main(lambda: open_data(asked, source))[0]
         examples = open_examples(config.hellaswag, source.shape.vocab_size, data.tokenizer)
         how = data.val, T, config.eval_tokens, data.tokenizer, examples, world
-        how = *how, partial(autocast, config, world.device), config.json
+        how = *how, partial(autocast, config, world.device)
         world.tell(evaluate.report(str(source.path), model, *how))
     if config.sample_only and world.is_main:
         log.show_samples(samples(model, source.tokenizer, config, world)())

@@ -2,7 +2,6 @@
 right answers. To ask changes no run: the loader is its own, no random number is drawn, and what the
 ranks read together does not depend on how many they are."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,21 +91,18 @@ def in_words(figures: dict[str, float]) -> str:
 
 def report(
     name: str, model: GPT, shards: list[Shard], T: int, eval_tokens: int, tokenizer: str,
-    examples: list[Example], world, autocast: Callable, as_json: bool,
+    examples: list[Example], world, autocast: Callable,
 ) -> str:  # fmt: skip
-    """Validation of the weights of that name over sequences of T tokens, and answers, in words; or
-    in JSON, with all digits."""
+    """Validation of the weights of that name over sequences of T tokens, and answers, in words."""
     B = 32 if world.device.type == "cuda" else max(1, 4096 // T)
     loader = ShardLoader(shards, B, T, world.rank, world.size)
-    found, words = {"weights": name}, []
+    words = []
     if eval_tokens:
         figures = validation(model, model, loader, eval_tokens, tokenizer, world, autocast)
         num_tokens = num_sequences(loader, eval_tokens) * loader.T
-        found |= {"validation_tokens": num_tokens} | figures
         words += [f"{num_tokens:,} validation tokens: {in_words(figures)}"]
     if examples:
         shares = answers(model, examples, tokenizer, world, autocast)
-        found |= {"questions": len(examples)} | {f"hellaswag_{n}": v for n, v in shares.items()}
         words += [f"{len(examples):,} questions: {in_words(shares)}"]
     told = "\n".join(words or ["nothing was asked for: --eval-tokens 0, no --hellaswag"])
-    return json.dumps(found) if as_json else f"{name}, {told}"
+    return f"{name}, {told}"

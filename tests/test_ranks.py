@@ -14,8 +14,8 @@ def test_a_rank_with_an_older_program_is_told(monkeypatch):
     """It lacks what the main rank knows of."""
     world = World(0, 2, torch.device("cpu"))
     monkeypatch.setattr(World, "gather", lambda self, facts: [facts, {}])
-    with pytest.raises(ValueError, match="--json is None on rank 1 and True on rank 0: start all"):
-        world.agree({"--json": True})
+    with pytest.raises(ValueError, match="--muon is None on rank 1 and True on rank 0: start all"):
+        world.agree({"--muon": True})
 
 
 @pytest.mark.parametrize(

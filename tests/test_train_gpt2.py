@@ -466,10 +466,6 @@ def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, cap
     loss = records(out_dir, "val_loss")[12]
     assert f"checkpoint_000012.pt, 512 validation tokens: loss {loss:.4f}, perplexity" in out
     assert f"questions: acc {records(out_dir, 'hellaswag_acc')[12]:.4f}, acc norm" in out
-    assert train_gpt2.main([*line, "--eval-only", "--eval-tokens=512", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["val_loss"] == loss and found["questions"] == 20
-    assert found["hellaswag_acc"] == records(out_dir, "hellaswag_acc")[12]
     assert sorted(path.stat().st_mtime_ns for path in out_dir.iterdir()) == before
 
 
