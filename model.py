@@ -291,7 +291,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int, top_p: float
+        self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int
     ) -> Iterator[Tensor]:
         """The tokens (B, 1) that follow idx (B, T), one after the other, without an end; never one
         of the padding. When seq_len tokens are full, the older half is forgotten: the cached keys
@@ -303,26 +303,20 @@ class GPT(nn.Module):
                 x = self.features(new, cache, past)[:, -1]  # (B, C)
             past += new.shape[1]
             logits = self.head(x)[:, : self.config.vocab_size].float()
-            new = pick(logits, rng, temperature, top_k, top_p)
+            new = pick(logits, rng, temperature, top_k)
             yield new
             idx = torch.cat([idx, new], dim=1)
             if past == self.config.seq_len:
                 cache, past, new = {}, 0, idx[:, -(self.config.seq_len // 2 or 1) :]
 
 
-def pick(
-    logits: Tensor, rng: torch.Generator, temperature: float, top_k: int, top_p: float
-) -> Tensor:
+def pick(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
     """A token for each row of logits (B, V), as (B, 1): at temperature 0 the likeliest, else drawn
-    among the top_k likeliest (0: all), and of these the fewest that have the share top_p (Holtzman
-    et al. 2020). ValueError if the weights overflow."""
+    among the top_k likeliest (0: all). ValueError if the weights overflow."""
     if not logits.amax().isfinite():
         raise ValueError("the network's weights overflow: it can't tell a next token")
     if temperature < torch.finfo(torch.float32).tiny:  # to divide by it would overflow
         return logits.argmax(dim=-1, keepdim=True)
     top, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # falling
     probs = ((top - top[:, :1]) / temperature).softmax(dim=-1)
-    if top_p < 1:
-        before = probs.cumsum(dim=-1) - probs  # the share of the likelier ones
-        probs[:, 1:].masked_fill_(before[:, 1:] >= top_p, 0)
     return ids.gather(1, torch.multinomial(probs, 1, generator=rng))

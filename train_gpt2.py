@@ -92,7 +92,6 @@ class TrainConfig:
     prompt: str = flag("", "how a sample begins; none: as a document does")
     temperature: float = flag(0.8, "above 1 samples are bolder, below tamer, at 0 greedy", 0)
     top_k: int = flag(50, "draw among so many likeliest tokens; 0: all", 0)
-    top_p: float = flag(1.0, "draw among the fewest tokens that have this share", 0, 1)
 
     speed_ups: str = flag("all", "those up to this one alone, as the lecture adds them",
                           choices=("none", *SPEED_UPS, "all"), group="speed-ups")  # fmt: skip
@@ -140,7 +139,7 @@ class TrainConfig:
 
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
 NETWORK_FLAGS = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
-SAMPLE_FLAGS = ("prompt", "sample_tokens", "temperature", "top_k", "top_p")
+SAMPLE_FLAGS = ("prompt", "sample_tokens", "temperature", "top_k")
 RATE_FLAGS = ("steps", "warmup_steps", "learning_rate", "cosine", "decay_to")
 GROUPS = groups(TrainConfig)
 # A resumed run keeps FIXED. It may change all others, and tells which: of ROUNDING that they change

@@ -66,7 +66,7 @@ def stream(
     prompt: str, sample_tokens: int, **how: float,
 ) -> Iterator[str]:  # fmt: skip
     """A sample of a GPT, piece by piece: the prompt, and what it goes on with, asked inside
-    autocast(), after a note() to the watchdog. how is generate's temperature, top_k and top_p."""
+    autocast(), after a note() to the watchdog. how is generate's temperature and top_k."""
     text = codec(tokenizer)
     end_of_text = min(VOCAB_SIZES.get(tokenizer, 1), model.config.vocab_size) - 1  # before each
     ids = list(text.encode(prompt)) if text and prompt else [end_of_text]

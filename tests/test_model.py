@@ -109,10 +109,10 @@ def test_flash_attention_of_the_last_position_is_attentions():
         assert_close(attention(q[:, :, -last:], k, v), flash_attention(q[:, :, -last:], k, v))
 
 
-def generate(model: GPT, idx, num_tokens: int, seed=0, temperature=1.0, top_k=0, top_p=1.0):
+def generate(model: GPT, idx, num_tokens: int, seed=0, temperature=1.0, top_k=0):
     """idx (B, T) and what follows it: (B, T + num_tokens)."""
     rng = torch.Generator().manual_seed(seed)
-    following = model.generate(idx, rng, temperature, top_k, top_p)
+    following = model.generate(idx, rng, temperature, top_k)
     return torch.cat([idx, *islice(following, num_tokens)], dim=1)
 
 
@@ -131,9 +131,9 @@ def test_cached_keys_change_no_token(flash, temperature):
     rng = torch.Generator().manual_seed(3)
     for _ in range(60):
         logits = model.logits(idx[:, start:])[:, -1, :97]
-        idx = torch.cat([idx, pick(logits, rng, temperature, 20, 0.9)], dim=1)
+        idx = torch.cat([idx, pick(logits, rng, temperature, 20)], dim=1)
         start = idx.shape[1] - 8 if idx.shape[1] - start > 16 else start
-    assert torch.equal(generate(model, tokens(3, 5), 60, 3, temperature, 20, 0.9), idx)
+    assert torch.equal(generate(model, tokens(3, 5), 60, 3, temperature, 20), idx)
     assert len(idx[0].unique()) > 5
 
 
@@ -149,8 +149,8 @@ def spread(model: GPT) -> GPT:
 def test_pick_is_greedy_at_the_smallest_temperatures(temperature):
     logits = 100 * torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     rng = torch.Generator().manual_seed(1)
-    for top_k, top_p in ((0, 1.0), (20, 0.9), (1, 1e-46)):
-        ids = pick(logits, rng, temperature, top_k, top_p)
+    for top_k in (0, 20, 1):
+        ids = pick(logits, rng, temperature, top_k)
         assert torch.equal(ids, logits.argmax(dim=-1, keepdim=True))
 
 
@@ -160,27 +160,24 @@ def test_pick_refuses_what_is_not_finite(value, temperature):
     logits = torch.zeros(2, 9)
     logits[1, 4] = value
     with pytest.raises(ValueError, match="weights overflow"):
-        pick(logits, torch.Generator(), temperature, 3, 0.9)
+        pick(logits, torch.Generator(), temperature, 3)
 
 
-def test_pick_draws_by_temperature_top_k_and_top_p():
+def test_pick_draws_by_temperature_and_top_k():
     probs = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05])
     logits, rng = probs.log().expand(20_000, 5), torch.Generator().manual_seed(0)
 
-    def shares(temperature, top_k, top_p) -> torch.Tensor:
-        drawn = pick(logits, rng, temperature, top_k, top_p)[:, 0]
+    def shares(temperature, top_k) -> torch.Tensor:
+        drawn = pick(logits, rng, temperature, top_k)[:, 0]
         return drawn.bincount(minlength=5) / len(logits)
 
     for settings, expected in {
-        (1.0, 0, 1.0): probs,
-        (0, 0, 1.0): torch.eye(5)[0],
-        (0.5, 0, 1.0): probs**2 / (probs**2).sum(),
-        (1.0, 2, 1.0): torch.tensor([5, 2, 0, 0, 0]) / 7,
-        (1.0, 0, 0.6): torch.tensor([5, 2, 0, 0, 0]) / 7,
-        (1.0, 0, 0.1): torch.eye(5)[0],
-        (1.0, 0, 0.0): torch.eye(5)[0],
-        (1e-40, 0, 1.0): torch.eye(5)[0],
-        (1.0, 3, 0.9): torch.tensor([50, 20, 15, 0, 0]) / 85,
+        (1.0, 0): probs,
+        (0, 0): torch.eye(5)[0],
+        (0.5, 0): probs**2 / (probs**2).sum(),
+        (1.0, 2): torch.tensor([5, 2, 0, 0, 0]) / 7,
+        (1e-40, 0): torch.eye(5)[0],
+        (1.0, 3): torch.tensor([50, 20, 15, 0, 0]) / 85,
     }.items():
         assert_close(shares(*settings), expected, rtol=0, atol=0.015)
 

@@ -767,7 +767,6 @@ MISTAKES = {
         {"bf16_residual": True, "fp16": True}, "--bf16-residual needs --bf16: add it, or --no-bf16-"
     ),
     "dropout": ({"dropout": 1.0}, "--dropout 1.0 must be a number of at least 0 and at most 0.99"),
-    "a share above 1": ({"top_p": 1.5}, "--top-p 1.5 must be .* at most 1"),
     "no questions": ({"hellaswag": "none.bin"}, "none.bin is not a whole file of multiple-choice"),
     "questions of no file": ({"hellaswag_every": 5}, "--hellaswag-every 5 needs --hellaswag: ad"),
     "other questions": (
