@@ -78,10 +78,9 @@ class TrainConfig:
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0: no limit", 0)
     muon: bool = flag(False, "the blocks' matrices by Muon, all others by AdamW")
 
-    eval_every: int = flag(250, "steps between validations; 0: at both ends", 0, group="watching")
+    eval_every: int = flag(250, "steps between evaluations; 0: at both ends", 0, group="watching")
     log_every: int = flag(1, "steps between lines of the terminal; log.jsonl has every step", 1)
     hellaswag: str = flag("", "multiple-choice questions, written by prepare_data.py or llm.c")
-    hellaswag_every: int = flag(0, "steps between asking; 0: at the end", 0, needs="hellaswag")
     tensorboard: bool = flag(False, "write the log for TensorBoard too")
     wandb: bool = flag(False, "write the log for Weights & Biases too")
     profile: bool = flag(False, "write what the third step does, or the last, as a Chrome trace")
@@ -349,7 +348,7 @@ def watched(config: TrainConfig) -> dict[str, int]:
     """How often what is watched is due, by its name in the log; 0: at the end."""
     every = {"val_loss": config.eval_every} if config.eval_tokens else {}
     every |= {"sample": config.sample_every} if config.num_samples * config.sample_tokens else {}
-    every |= {"hellaswag_acc": config.hellaswag_every} if config.hellaswag else {}
+    every |= {"hellaswag_acc": config.eval_every} if config.hellaswag else {}
     return every | {"picture": config.eval_every}
 
 

@@ -218,7 +218,7 @@ def test_compiled_runs_train_evaluate_sample_and_resume(data_dir, tmp_path):
 
 @pytest.mark.slow
 def test_compile_asks_and_samples_without_compiling_again(data_dir, tmp_path):
-    asked = {"hellaswag": questions(tmp_path), "hellaswag_every": 5, "sample_every": 5}
+    asked = {"hellaswag": questions(tmp_path), "eval_every": 5, "sample_every": 5}
     line = flags(data_dir=data_dir, out_dir="run", compile=True, dropout=0.1)
     code, _, err = train(line, tmp_path / "plain", inject=count_graphs)
     assert code == 0, err
@@ -248,12 +248,12 @@ def count_graphs(rank: int):
 
 def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
     often = {"eval_every": 1, "sample_every": 3, "save_every": 2, "keep": 3, "eval_tokens": 100}
-    asked = {"hellaswag": questions(tmp_path), "hellaswag_every": 5, "num_samples": 2}
+    asked = {"hellaswag": questions(tmp_path), "num_samples": 2}
     watched = run(tmp_path, data_dir, **often, **asked)
     assert losses(watched) == losses(whole[1])
     assert digest(watched) == digest(whole[1])
     assert len(records(watched, "val_loss")) == 13 and len(records(watched, "sample")) == 4
-    assert list(records(watched, "hellaswag_acc")) == [5, 10, 12]
+    assert list(records(watched, "hellaswag_acc")) == list(range(1, 13))
 
 
 def test_a_run_learns(whole):
@@ -768,7 +768,6 @@ MISTAKES = {
     ),
     "dropout": ({"dropout": 1.0}, "--dropout 1.0 must be a number of at least 0 and at most 0.99"),
     "no questions": ({"hellaswag": "none.bin"}, "none.bin is not a whole file of multiple-choice"),
-    "questions of no file": ({"hellaswag_every": 5}, "--hellaswag-every 5 needs --hellaswag: ad"),
     "other questions": (
         lambda folder: {"hellaswag": questions(folder, token=300)},
         "--hellaswag .*: its largest token is 300, the data's are of bytes; write it again",
@@ -854,7 +853,7 @@ def test_the_largest_numbers_train(data_dir, tmp_path):
         "timeout_s",
         "top_k",
     ]
-    names += ["sample_every", "hellaswag_every", "loss_chunk_tokens"]
+    names += ["sample_every", "loss_chunk_tokens"]
     most = {name: 2**31 - 1 for name in names} | {"seed": 2**64 - 1, "temperature": 1e308}
     asked = {"hellaswag": questions(tmp_path), "grad_clip": 1e308, "warmup_steps": 2**31 - 2}
     line = flags(data_dir=data_dir, out_dir="run", **most, **asked)
