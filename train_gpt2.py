@@ -85,8 +85,7 @@ class TrainConfig:
     wandb: bool = flag(False, "write the log for Weights & Biases too")
     profile: bool = flag(False, "write what the third step does, or the last, as a Chrome trace")
 
-    sample_every: int = flag(0, "steps between samples; 0: only at the end", 0, group="samples")
-    num_samples: int = flag(1, "samples each time; 0: none", 0)
+    num_samples: int = flag(1, "samples each time; 0: none", 0, group="samples")
     sample_tokens: int = flag(200, "tokens of a sample; 0: no samples", 0)
     prompt: str = flag("", "how a sample begins; none: as a document does")
     temperature: float = flag(0.8, "above 1 samples are bolder, below tamer, at 0 greedy", 0)
@@ -347,7 +346,7 @@ def log_step(run: Run, result: StepResult, seconds: float):
 def watched(config: TrainConfig) -> dict[str, int]:
     """How often what is watched is due, by its name in the log; 0: at the end."""
     every = {"val_loss": config.eval_every} if config.eval_tokens else {}
-    every |= {"sample": config.sample_every} if config.num_samples * config.sample_tokens else {}
+    every |= {"sample": config.eval_every} if config.num_samples * config.sample_tokens else {}
     every |= {"hellaswag_acc": config.eval_every} if config.hellaswag else {}
     return every | {"picture": config.eval_every}
 

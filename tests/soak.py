@@ -57,7 +57,7 @@ FIGURES = ("loss", "val_loss", "perplexity", "sample")
 
 def command(data: Path, dropout: float) -> list[str]:
     changes = {"steps": STEPS, "save_every": 5, "keep": 3, "warmup_steps": 20, "eval_every": 15,
-               "sample_every": 50, "sample_tokens": 20}  # fmt: skip
+               "sample_tokens": 20}  # fmt: skip
     return [*conftest.flags(data_dir=data, out_dir="run", dropout=dropout, **changes), "--resume"]
 
 

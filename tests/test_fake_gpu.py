@@ -31,8 +31,7 @@ def shards(once) -> Path:
 def tiny(data_dir: Path, tmp_path: Path, **changes) -> list[str]:
     """The run of the tests, as it is on a GPU, with all that is watched."""
     default = dict.fromkeys(("model", "bf16", "flash")) | {"steps": STEPS, "warmup_steps": 1}
-    names = ("eval_every", "sample_every")
-    watched = dict.fromkeys(names, 2) | {"sample_tokens": 2, "eval_tokens": 64}
+    watched = {"eval_every": 2, "sample_tokens": 2, "eval_tokens": 64}
     watched["hellaswag"] = questions(tmp_path, 2)
     return flags(data_dir=data_dir, **default | watched | changes)
 

@@ -721,7 +721,7 @@ PHASES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_in_any_phase_leaves_no_debris(oracle, data_dir, tmp_path, phase):
-    line = command(data_dir, sample_every=2)
+    line = command(data_dir, eval_every=2)
     code, _, err = train(line, tmp_path, inject=partial(signal_in_phase, phase))
     assert fired(tmp_path) and code in (3, 130) and len(err.splitlines()) <= 1
     for path in (tmp_path / "run").glob("*"):
@@ -886,7 +886,7 @@ def test_a_poor_environment_is_enough(oracle, data_dir, tmp_path):
 @pytest.fixture(scope="session")
 def watching(data_dir, tmp_path_factory) -> list[str]:
     """The command of a run that is watched often, in steps where it is saved."""
-    often = {"steps": 6, "eval_every": 2, "sample_every": 3, "save_every": 1}
+    often = {"steps": 6, "eval_every": 2, "save_every": 1}
     asked = {"hellaswag": questions(tmp_path_factory.mktemp("questions")), "sample_tokens": 9}
     return command(data_dir, **often | asked)
 
@@ -905,7 +905,7 @@ def watched(watching, once) -> dict[int, Path]:
 
 def nothing_is_missing(out_dir: Path, whole: Path):
     """Each validation, sample and answer is there, to the bit."""
-    steps = {"val_loss": [0, 2, 4, 6], "bits_per_byte": [0, 2, 4, 6], "sample": [3, 6]}
+    steps = {"val_loss": [0, 2, 4, 6], "bits_per_byte": [0, 2, 4, 6], "sample": [2, 4, 6]}
     for name, due in (
         steps | {"hellaswag_acc": [2, 4, 6], "hellaswag_acc_norm_chars": [2, 4, 6]}
     ).items():
@@ -974,7 +974,7 @@ def signal_while_watching(phase: str, ranks: set[int], rank: int):
 
 
 @pytest.mark.parametrize(("ranks", "signalled"), [(1, {0}), (2, {0, 1}), (2, {1})])
-@pytest.mark.parametrize(("phase", "step"), [("validation", 2), ("a sample", 3), ("multiple", 2)])
+@pytest.mark.parametrize(("phase", "step"), [("validation", 2), ("a sample", 2), ("multiple", 2)])
 def test_a_stop_does_not_wait_for_what_is_watched(
     watched, watching, tmp_path, ranks, signalled, phase, step
 ):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import run
+from conftest import questions, run
 
 import train_gpt2
 from train_gpt2 import TrainConfig
@@ -33,7 +33,9 @@ def test_each_step_is_a_record_with_its_figures(whole):
 def test_the_loss_is_drawn_where_matplotlib_is(data_dir, tmp_path):
     pytest.importorskip("matplotlib")
     assert (
-        (run(tmp_path, data_dir, sample_every=12) / "loss.png").read_bytes().startswith(b"\x89PNG")
+        (run(tmp_path, data_dir, hellaswag=questions(tmp_path)) / "loss.png")
+        .read_bytes()
+        .startswith(b"\x89PNG")
     )
 
 

@@ -203,7 +203,7 @@ def test_compiled_runs_train_evaluate_sample_and_resume(data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", batch_tokens=3072, micro_batch_size=192)
     assert train(line, tmp_path)[0] == 0
     eager = losses((tmp_path / "run").rename(tmp_path / "eager"))
-    line += ["--compile", "--eval-every=4", "--sample-every=6"]
+    line += ["--compile", "--eval-every=4"]
     assert train(line, tmp_path, inject=two_threads)[0] == 0
     whole = (tmp_path / "run").rename(tmp_path / "whole")
     assert losses(whole) == pytest.approx(eager, rel=1e-5)
@@ -218,7 +218,7 @@ def test_compiled_runs_train_evaluate_sample_and_resume(data_dir, tmp_path):
 
 @pytest.mark.slow
 def test_compile_asks_and_samples_without_compiling_again(data_dir, tmp_path):
-    asked = {"hellaswag": questions(tmp_path), "eval_every": 5, "sample_every": 5}
+    asked = {"hellaswag": questions(tmp_path), "eval_every": 5}
     line = flags(data_dir=data_dir, out_dir="run", compile=True, dropout=0.1)
     code, _, err = train(line, tmp_path / "plain", inject=count_graphs)
     assert code == 0, err
@@ -247,12 +247,12 @@ def count_graphs(rank: int):
 
 
 def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
-    often = {"eval_every": 1, "sample_every": 3, "save_every": 2, "keep": 3, "eval_tokens": 100}
+    often = {"eval_every": 1, "save_every": 2, "keep": 3, "eval_tokens": 100}
     asked = {"hellaswag": questions(tmp_path), "num_samples": 2}
     watched = run(tmp_path, data_dir, **often, **asked)
     assert losses(watched) == losses(whole[1])
     assert digest(watched) == digest(whole[1])
-    assert len(records(watched, "val_loss")) == 13 and len(records(watched, "sample")) == 4
+    assert len(records(watched, "val_loss")) == 13 and len(records(watched, "sample")) == 12
     assert list(records(watched, "hellaswag_acc")) == list(range(1, 13))
 
 
@@ -852,8 +852,8 @@ def test_the_largest_numbers_train(data_dir, tmp_path):
         "eval_every",
         "timeout_s",
         "top_k",
+        "loss_chunk_tokens",
     ]
-    names += ["sample_every", "loss_chunk_tokens"]
     most = {name: 2**31 - 1 for name in names} | {"seed": 2**64 - 1, "temperature": 1e308}
     asked = {"hellaswag": questions(tmp_path), "grad_clip": 1e308, "warmup_steps": 2**31 - 2}
     line = flags(data_dir=data_dir, out_dir="run", **most, **asked)
