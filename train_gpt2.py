@@ -83,7 +83,6 @@ class TrainConfig:
     hellaswag: str = flag("", "multiple-choice questions, written by prepare_data.py or llm.c")
     tensorboard: bool = flag(False, "write the log for TensorBoard too")
     wandb: bool = flag(False, "write the log for Weights & Biases too")
-    profile: bool = flag(False, "write what the third step does, or the last, as a Chrome trace")
 
     num_samples: int = flag(1, "samples each time; 0: none", 0, group="samples")
     sample_tokens: int = flag(200, "tokens of a sample; 0: no samples", 0)
@@ -147,7 +146,7 @@ ROUNDING = {*GROUPS["speed-ups"], *GROUPS["memory"], "deterministic"}
 ROUNDING -= {"speed_ups", "pad_vocab"}
 UNSEEN = {"data_dir", "speed_ups", *GROUPS["run"], *GROUPS["watching"],
           *GROUPS["samples"], *GROUPS["other modes"]} - {*FIXED, *ROUNDING}  # fmt: skip
-ONCE = {"out_dir", "resume", "device", "profile", "speed_ups", *GROUPS["other modes"]}
+ONCE = {"out_dir", "resume", "device", "speed_ups", *GROUPS["other modes"]}
 RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -322,10 +321,9 @@ def train(run: Run, signals: guard.Signals) -> int:
     signals.save_first = True
     run.watcher.catch_up()  # a stop waits for it and for one step: else some run would make none
     while not must_stop and state.step < config.steps:
-        with run.progress.profiled(state.step + 1):
-            start = time.perf_counter()
-            result = train_step(state, run.net, config, world, asked)
-            seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        result = train_step(state, run.net, config, world, asked)
+        seconds = time.perf_counter() - start
         log_step(run, result, seconds)
         if due(state.step, config.save_every, config.steps):
             save(run, wait=state.step == config.steps)
@@ -453,7 +451,6 @@ def build(
         log.Progress(
             tell, world.device, config.steps, config.log_every, config.batch_tokens,
             model.flops_per_token() / world.size, device.matmul_tflops(world.device, dtype),
-            out_dir if config.profile and world.is_main else None,
         ),
         folder.Saver(out_dir, config.keep, world.device, tell, partial(guard.fail, 6)),
         Watcher(

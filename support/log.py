@@ -1,4 +1,4 @@
-"""What a run leaves for people: log.jsonl, the terminal's line, TensorBoard, the profile, loss.png.
+"""What a run leaves for people: log.jsonl, the terminal's line, TensorBoard, loss.png.
 
 The log is append-only, one JSON record a line. Who reads it takes any line for what it is worth:
 a kill may have torn it, a disk may have changed it.
@@ -11,14 +11,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
 from tqdm import tqdm
 
 from support.device import device_name, peak_memory_mib, peak_tflops
@@ -132,10 +131,8 @@ class Progress:
     what has a notice. A step has batch_tokens, each of which takes so many flops of a rank."""
 
     def __init__(self, log: Callable, device: torch.device, steps: int, every: int,
-                 batch_tokens: int, flops: float, matmul_tflops: float,
-                 trace_in: Path | None):  # fmt: skip
-        self.log, self.device, self.steps, self.trace_in = log, device, steps, trace_in
-        self.every = every
+                 batch_tokens: int, flops: float, matmul_tflops: float):  # fmt: skip
+        self.log, self.device, self.steps, self.every = log, device, steps, every
         self.batch_tokens, self.flops, self.matmul_tflops = batch_tokens, flops, matmul_tflops
         self.peak_tflops = peak_tflops(device_name(device))
         self.seconds, self.losses = [], []
@@ -166,16 +163,6 @@ class Progress:
             ms=1000 * seconds, **shares, tokens_per_s=tokens_per_s, tflops=tflops,
             peak_mib=peak_memory_mib(self.device), **({"notice": notice} if notice else {}),
         )  # fmt: skip
-
-    def profiled(self, step: int):
-        """Where there is a folder to trace_in, the third step of this process is looked into, or
-        the last of a shorter one."""
-        num_done = len(self.seconds)
-        is_it = num_done == 2 or (num_done < 2 and step == self.steps)
-        if not (self.trace_in and is_it):
-            return nullcontext()
-        path = self.trace_in / f"trace_{step:06d}.json"
-        return profiled(path, self.device.type == "cuda", self.log, step)
 
 
 def spike(losses: list[float], loss: float) -> str:
@@ -224,25 +211,6 @@ def noted(out_dir: Path, step: int) -> set[str]:
         if record.get("step") == step:
             names = set() if "loss" in record else names | record.keys()
     return names
-
-
-@contextmanager
-def profiled(path: Path, is_cuda: bool, log: Callable, step: int) -> Iterator[None]:
-    """Writes a Chrome trace of what happens inside to path, and tells the log the ten largest
-    kernels with their shares of the time."""
-    with torch.profiler.profile() as profiler:
-        yield
-    profiler.export_chrome_trace(str(path))
-    times = {
-        event.key: (event.self_device_time_total if is_cuda else event.self_cpu_time_total)
-        for event in profiler.key_averages()
-        if event.device_type == (DeviceType.CUDA if is_cuda else DeviceType.CPU)
-        and not event.is_user_annotation  # a span around kernels
-    }
-    largest = sorted(times, key=times.get, reverse=True)[:10]
-    shares = {name: times[name] / sum(times.values()) for name in largest}
-    lines = [f"{share:6.1%}  {name:.80}" for name, share in shares.items()]
-    log("\n".join([f"step {step} in {path}:", *lines]), profiled=step, shares=shares)
 
 
 def draw_loss(path: Path) -> bool:

@@ -157,20 +157,6 @@ def large_scale(rank: int):
     torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=2.0**34)
 
 
-def test_a_profile_shows_where_the_time_of_a_step_goes(data_dir, tmp_path):
-    # products so large that they lead the list on a busy machine too; Muon has more of them
-    size = {"n_embd": 256, "micro_batch_size": 12, "muon": False}
-    line = flags(data_dir=data_dir, out_dir="run", profile=True, steps=4, warmup_steps=1, **size)
-    code, out, err = train(line, tmp_path)
-    assert code == 0, err
-    trace = json.loads((tmp_path / "run" / "trace_000003.json").read_text())
-    names = {event.get("name") for event in trace["traceEvents"]}
-    [shares] = [r["shares"] for r in train_gpt2.log.read_log(tmp_path / "run") if "shares" in r]
-    assert len(shares) == 10 and 0.3 < sum(shares.values()) <= 1
-    assert {"aten::addmm", "aten::mm"} <= shares.keys() <= names
-    assert f"{shares['aten::addmm']:6.1%}  aten::addmm" in out
-
-
 def test_a_micro_batch_that_does_not_fit_after_all_is_halved(data_dir, tmp_path):
     """As when compiled passes need more than plain ones, on one rank alone."""
     line = flags(data_dir=data_dir, out_dir="run", micro_batch_size=None, batch_tokens=512)
