@@ -429,8 +429,7 @@ def own_state(
     if not (found := newest_state(out_dir, world)):
         return None
     folder.check_identity(found[1], identity(config, shape, data), data, out_dir)
-    # an older version had only the log to tell the best checkpoint by
-    return {"val_losses": log.logged(out_dir, "val_loss")} | found[1]
+    return found[1]
 
 
 def build(
@@ -513,12 +512,13 @@ def log_start(run: Run, given: set[str], off: dict[str, str], goes_on: bool):
 def log_resume(run: Run, saved: dict):
     """Where the run goes on, which flags are not those it was saved with, and what keeps it from
     being the uninterrupted run bit for bit."""
-    step, env, was = run.state.step, run.environment, UNSET | saved["config"]  # older: fewer flags
+    step, env = run.state.step, run.environment
+    was = UNSET | saved["config"]  # which lacks the flags that a fork has added since
     now = {name: value for name, value in asdict(run.config).items() if name not in UNSEEN}
-    changed = report.changes(was | saved["environment"], now, env, "digest" in saved)
+    changed = report.changes(was | saved["environment"], now, env)
     then = replace(run.config, **{name: was[name] for name in RATE_FLAGS})
     rates = learning_rate(min(step, then.steps), then), learning_rate(step, run.config)
-    words = report.resume_text(step, changed, env, ROUNDING, rates, "digest" in saved)
+    words = report.resume_text(step, changed, env, ROUNDING, rates)
     run.log(words, resumed=step, changed={name: new for name, (_, new) in changed.items()})
 
 

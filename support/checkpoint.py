@@ -1,7 +1,7 @@
 """A run's state on disk: written whole, read again, rotated, and believed only as it was written.
 
 A checkpoint is an archive of torch.save that holds tensors, dicts, lists, numbers and strings: the
-parts named in PARTS, and a digest over all of them. What read_checkpoint returns is what was
+parts named in PARTS, one of them a digest over the others. What read_checkpoint returns is what was
 written, to the bit, and fits the network that it names: anything else is a ValueError. The CRC-32s
 of the archive find damaged bytes before PyTorch, which checks none, reads them. The digest is of
 what PyTorch has made of them: a part marked as a folder leaves a tensor's memory as it was.
@@ -32,8 +32,8 @@ PARTS = {  # of a checkpoint, and the types of what each holds
     "step": (int,), "position": (int,), "val_losses": {int: (float,)},
     "model": {str: (Tensor,)}, "optimizer": {int: {str: (Tensor,)}}, "scaler": {str: (int, float)},
     "identity": {str: PLAIN}, "config": {str: PLAIN}, "environment": {str: PLAIN},
+    "digest": (str,),
 }  # fmt: skip
-LATER = {"val_losses", "scaler", "digest"}  # older checkpoints lack them
 MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # of AdamW; of Muon
 STORED = {  # how torch.save writes each part: neither packed nor encrypted, and never a folder
     "compress_type": (zipfile.ZIP_STORED,), "external_attr": (0,), "internal_attr": (0,),
@@ -129,12 +129,12 @@ def digest(saved: dict) -> str:
 def check_parts(saved: dict):
     """ValueError unless saved has each part, of the type that it should be: what follows may rely
     on it."""
-    if missing := {*PARTS} - saved.keys() - LATER:
+    if missing := {*PARTS} - saved.keys():
         raise ValueError(f"it lacks {', '.join(sorted(missing))}: another program wrote it")
     for name, kind in PARTS.items():
-        if name in saved and not fits(saved[name], kind):
+        if not fits(saved[name], kind):
             raise ValueError(f"its {name} is not what it should be")
-    numbers = saved.get("scaler", {}) | {name: saved[name] for name in ("step", "position")}
+    numbers = saved["scaler"] | {name: saved[name] for name in ("step", "position")}
     for name, value in numbers.items():
         if not 0 <= value < 2**63:
             raise ValueError(f"its {name} is {value:.4g}")
@@ -192,7 +192,7 @@ def check_state(saved: dict, path: Path):
     try:
         check_parts(saved)
         check_tensors(saved)
-        if "digest" in saved and saved["digest"] != digest(saved):
+        if saved["digest"] != digest(saved):
             raise ValueError("what it holds is not what its digest is of")
         if is_checkpoint(path) and saved["step"] != step_of(path):
             raise ValueError(f"it is of step {saved['step']}")
@@ -287,7 +287,7 @@ def newest_checkpoint(
             why = f"{path} can't be read: {error.strerror}"
         except ValueError as error:
             why = f"{path} is damaged: {error}" if saved else str(error)
-        found = gather((saved and saved.get("digest"), why))
+        found = gather((saved and saved["digest"], why))
         whys = [why for _, why in found if why]
         if not whys and all(other == found[0] for other in found):
             return path, saved

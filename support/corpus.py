@@ -58,11 +58,6 @@ class TokenFolder:
                 splits.update(shard.crcs if all_crcs else shard.sample())
         return f"{'crc32' if all_crcs else 'sample'}:{splits.hexdigest()[:16]}"
 
-    def old_fingerprint(self) -> str:
-        """What checkpoints held before, without a colon: of the beginnings of training shards."""
-        begins = [(s.num_tokens, s.read(0, min(512, s.num_tokens)).tobytes()) for s in self.train]
-        return hashlib.sha256(repr(begins).encode()).hexdigest()[:16]
-
 
 # What a manifest must hold: a range of whole numbers, a pattern of text, any number of [these], or
 # fields by name; one with ? may be missing.

@@ -60,11 +60,8 @@ def take(out_dir: Path, keep: int, size: int, seen: list[Path]) -> IO:
 
 
 def check_identity(saved: dict, wanted: dict, data, out_dir: Path):
-    """ValueError if the flags or the data ask for another run than the one that was saved, by an
-    older version perhaps: its fingerprint of the data has no colon, and it had no Muon."""
-    config, saved = saved["config"], {"muon": False} | saved["identity"]
-    if ":" not in f"{saved.get('data_dir')}":
-        wanted = wanted | {"data_dir": data.old_fingerprint()}
+    """ValueError if the flags or the data ask for another run than the one that was saved."""
+    config, saved = saved["config"], saved["identity"]
     for name, value in wanted.items():
         if saved.get(name) != value:
             flag = "--" + name.replace("_", "-")
@@ -107,7 +104,7 @@ class TrainState:
         self.optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
         for moments in self.optimizer.state.values():  # of its own: saved may be mapped from a file
             moments |= {name: value.clone() for name, value in moments.items()}
-        if scaler := saved.get("scaler"):  # there is none without --fp16
+        if scaler := saved["scaler"]:  # there is none without --fp16
             self.scaler.load_state_dict(scaler)
         self.loader.position = saved["position"]
 

@@ -97,18 +97,17 @@ def whether_new(record: dict) -> str:
     return f"new: nothing to resume there{hint}"
 
 
-def changes(was: dict, flags: dict, env: dict, has_digest: bool) -> dict[str, tuple]:
+def changes(was: dict, flags: dict, env: dict) -> dict[str, tuple]:
     """Name -> old and new of the flags, and of what in env moves last bits, that are not as they
-    were; an older version, whose checkpoints have no digest, did not tell the device's name."""
-    names = ("torch", "threads", "ranks") + ("device_name",) * has_digest
+    were."""
+    names = ("torch", "threads", "ranks", "device_name")
     now = flags | {name: env[name] for name in names if was.get(name)}
     return {name: (was.get(name), v) for name, v in now.items() if was.get(name) != v}
 
 
 def resume_text(
-    step: int, changed: dict[str, tuple], env: dict, rounding: set[str], rates: tuple,
-    has_digest: bool,
-) -> str:  # fmt: skip
+    step: int, changed: dict[str, tuple], env: dict, rounding: set[str], rates: tuple
+) -> str:
     """Where a run goes on, and what has changed since it was saved: what is in env, and the flags
     of rounding, change its bits. rates are the learning rate of then, and of now."""
     told, reasons = [f"resumed after step {step}"], []
@@ -120,8 +119,6 @@ def resume_text(
         told.append(f"the learning rate is {rates[1]:.2e}, it was {rates[0]:.2e}")
     if reasons:
         told.append(f"not bit for bit because of {', '.join(reasons)}")
-    if not has_digest:
-        told.append("its checkpoint has no digest: an older version wrote it")
     return ", ".join(told)
 
 

@@ -171,9 +171,9 @@ def test_a_tensor_that_does_not_fit_its_parameter_is_refused_before_it_is_used(t
             (tmp_path / kind).mkdir(exist_ok=True)
             try:
                 paths.append(written(tmp_path / kind, saved))
-            except (RuntimeError, NotImplementedError):  # no digest of it, so an older version's
+            except (RuntimeError, NotImplementedError):  # it has no digest
                 paths.append(tmp_path / kind / "checkpoint_000007.pt")
-                torch.save(saved, paths[-1])
+                torch.save(saved | {"digest": digest(plain)}, paths[-1])
         assert num_refused(paths) == len(paths), place
         cases += len(paths)
     assert cases > 250
@@ -191,7 +191,7 @@ def test_a_part_of_another_type_is_refused_in_one_line(tmp_path):
     """Each part, and each entry of those that are dicts, is replaced by each other thing."""
     plain, cases = state_of(7), 0
     assert read_checkpoint(written(tmp_path, plain))
-    for name in [*PARTS, "digest"]:
+    for name in PARTS:
         inner = plain.get(name)
         names = list(inner)[:2] if isinstance(inner, dict) else []
         for other in OTHERS:
@@ -208,11 +208,14 @@ def test_a_part_of_another_type_is_refused_in_one_line(tmp_path):
     assert cases > 200
 
 
-def test_a_checkpoint_without_a_digest_is_loaded(tmp_path):
+@pytest.mark.parametrize("name", PARTS)
+def test_a_checkpoint_that_lacks_a_part_is_refused(tmp_path, name):
     saved = state_of(7)
-    del saved["val_losses"], saved["scaler"]
+    saved["digest"] = digest(saved)
+    del saved[name]
     torch.save(saved, tmp_path / "checkpoint_000007.pt")
-    assert "digest" not in read_checkpoint(tmp_path / "checkpoint_000007.pt")
+    with pytest.raises(ValueError, match=f"it lacks {name}: another program wrote it"):
+        read_checkpoint(tmp_path / "checkpoint_000007.pt")
 
 
 def test_names_that_only_look_like_checkpoints_are_none(tmp_path):

@@ -289,13 +289,6 @@ def test_the_fingerprint_is_of_all_shards_and_their_order_and_not_of_names(crcs,
     seen = [folder.fingerprint for folder in folders]
     assert seen[0] == seen[1] and len(set(seen)) == len(seen) - 1
     assert all(s.startswith("crc32:" if crcs else "sample:") for s in seen)
-    old = [folder.old_fingerprint() for folder in folders]
-    assert old[3] == old[4] == old[0] != old[2] and not any(":" in s for s in old)
-
-
-def test_the_old_fingerprint_is_the_one_in_checkpoints_of_before(tmp_path):
-    folder = folder_of(tmp_path / "a", [[np.arange(700), np.arange(9)], [np.arange(20)]], False)
-    assert folder.old_fingerprint() == "e3924e6702d1f737"
 
 
 def test_a_fingerprint_reads_a_bounded_part_of_each_shard(tmp_path, monkeypatch):

@@ -560,12 +560,16 @@ def own_checkpoint(path: Path) -> dict:
     saved = {"step": 0, "position": 0, "val_losses": {}, "scaler": {}}
     saved |= {"model": model.state_dict(), "optimizer": {}, "environment": {}}
     saved |= {"identity": facts, "config": config}
-    torch.save(saved, path)
+    torch.save(sealed(saved), path)
     return saved
 
 
+def sealed(saved: dict) -> dict:
+    return saved | {"digest": checkpoint.digest(saved)}
+
+
 def test_no_value_in_a_checkpoint_does_more_than_be_refused(tmp_path, capsys):
-    """Without a digest, as from before: from the file and from its folder."""
+    """With a digest that fits: from the file and from its folder."""
     path = tmp_path / "checkpoint_000000.pt"
     saved = own_checkpoint(path)
     expected = read(path)
@@ -575,7 +579,7 @@ def test_no_value_in_a_checkpoint_does_more_than_be_refused(tmp_path, capsys):
     for place in places:
         for value in HOSTILE:
             is_unknown = place[-1] == "tokenizer" and type(value) is str
-            torch.save(changed(saved, place, value), path)
+            torch.save(sealed(changed(saved, place, value)), path)
             if not is_unknown:
                 is_refused(capsys, path, expected)
 
@@ -589,7 +593,7 @@ def test_no_flag_in_a_checkpoint_does_more_than_be_refused(tmp_path, capsys, val
     line = ["--resume", "--out-dir", str(path.parent), "--sample-only", "--sample-tokens=2",
             "--num-samples=1"]  # fmt: skip
     for name in saved["config"]:
-        torch.save(changed(saved, ("config", name), value), path)
+        torch.save(sealed(changed(saved, ("config", name), value)), path)
         assert train_gpt2.main(line) in (0, 2, 7), name
         assert len(capsys.readouterr().err.splitlines()) <= 2, name
 
@@ -597,7 +601,7 @@ def test_no_flag_in_a_checkpoint_does_more_than_be_refused(tmp_path, capsys, val
 def test_a_digest_keeps_another_number_out(tmp_path, capsys):
     path = tmp_path / "checkpoint_000000.pt"
     saved = own_checkpoint(path)
-    saved["digest"] = checkpoint.digest(saved)
+    saved = sealed(saved)
     saved["model"]["transformer.wpe.weight"][0, 0] += 1
     torch.save(saved, path)
     assert sample(capsys, path)[0] == 2
