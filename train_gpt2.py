@@ -376,8 +376,7 @@ def set_up(config: TrainConfig, given: set[str], source: Source | None, world: W
     here, ValueError or OSError, before anything of the run is written."""
     config.num_micro(world.size)
     boards = [getattr(log, name)() for name in ("tensorboard", "wandb") if getattr(config, name)]
-    ours = {spell(name): value for name, value in asdict(config).items()} | ranks.code_digest()
-    world.agree(ours)
+    world.agree({spell(name): value for name, value in asdict(config).items()})
     out_dir = world.from_main(lambda: folder.choose_out_dir(config.out_dir, config.resume))
     seen = world.from_main(lambda: checkpoints(out_dir))
     world.note("opening the data")

@@ -1,7 +1,6 @@
 """The processes of a run: who they are, how they meet, agree and compare."""
 
 import gc
-import hashlib
 import os
 import re
 import socket
@@ -9,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -95,14 +93,6 @@ class World:
 def agreed(error: Exception) -> bool:
     """Whether every rank has this error."""
     return getattr(error, "is_agreed", False)
-
-
-def code_digest() -> dict[str, str]:
-    """Of the files of this program that a run is made of."""
-    root = Path(__file__).parent.parent
-    files = [root / f"{name}.py" for name in ("train_gpt2", "model", "dataloader")]
-    files += sorted(root.glob("support/*.py"))
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
 
 
 def num_micro(batch_tokens: int, B: int, T: int, num_ranks: int) -> int:

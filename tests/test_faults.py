@@ -1149,14 +1149,6 @@ def other_flags(rank: int):
         train_gpt2.parse_args = lambda argv, *how: parse_args([*argv, "--weight-decay=0.3"], *how)
 
 
-def other_code(rank: int):
-    if rank == 1:
-        train_gpt2.ranks.code_digest = lambda: dict.fromkeys(digest_of_code(), "other")
-
-
-digest_of_code = train_gpt2.ranks.code_digest
-
-
 def other_data(rank: int):
     if rank == 1:
         train_gpt2.TokenFolder.fingerprint = "other"
@@ -1164,7 +1156,6 @@ def other_data(rank: int):
 
 @pytest.mark.parametrize(("inject", "word"), [
     (other_flags, "--weight-decay is 0.3 on rank 1 and 0.1 on rank 0"),
-    (other_code, "train_gpt2.py is other on rank 1"),
     (other_data, "the data is other on rank 1"),
 ])  # fmt: skip
 def test_ranks_that_disagree_do_not_start(data_dir, tmp_path, inject, word):
