@@ -1,5 +1,4 @@
-"""GPT-2 in one file of PyTorch: the network, its initial weights, and what it can be asked: the
-loss, how likely an answer is, and what comes next.
+"""GPT-2 in one file of PyTorch: the network, its initial weights, the loss, and generation.
 
 Shapes in the comments:
     B  sequences in a batch               nh  attention heads (n_head)
@@ -26,7 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of the network: what a checkpoint must agree with. The defaults are GPT-2 124M."""
+    """The shape of the network, which fixes the names and sizes of its parameters. The defaults are
+    GPT-2 124M's. A checkpoint stores all fields; one that it lacks, because it was saved before the
+    field existed, takes its default."""
 
     vocab_size: int = 50257  # 256 bytes, 50,000 merges and <|endoftext|>
     seq_len: int = 1024  # positions that have a learned embedding
@@ -38,25 +39,19 @@ class GPTConfig:
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
+            # bool is a subclass of int, so True would pass isinstance as a number of layers.
             if type(value) is not f.type or (f.type is int and value < 1):
                 raise ValueError(f"{f.name} {value} is not a whole number above 0")
         if self.n_embd % self.n_head:
-            raise ValueError(
-                f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}:"
-                f" try --n-embd {math.ceil(self.n_embd / self.n_head) * self.n_head}"
-            )
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
 
     @property
     def num_rows(self) -> int:
-        """Rows of the embedding. Speed-up 5: vocab_size in multiples of 64 (50257 -> 50304),
-        since matrix products on a GPU are faster in tiles that divide evenly."""
-        return math.ceil(self.vocab_size / 64) * 64 if self.pad_vocab else self.vocab_size
-
-    @property
-    def num_params(self) -> int:
-        """Weights of the network, padded rows included."""
-        C = self.n_embd
-        return (self.num_rows + self.seq_len + 2) * C + self.n_layer * (12 * C + 13) * C
+        """Return the rows of the embedding. Speed-up 5 rounds vocab_size up to a multiple of 64
+        (50257 -> 50304), since a GPU multiplies matrices in tiles and pays for a part of one."""
+        if not self.pad_vocab:
+            return self.vocab_size
+        return math.ceil(self.vocab_size / 64) * 64
 
 
 SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with OpenAI's released heads
@@ -68,45 +63,56 @@ SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with Ope
 }
 
 
-# for answers and samples, each of another shape: cuDNN's attention would plan each for a second
-# (https://github.com/modelscope/FunASR/issues/3704)
+# For inputs whose length changes with each call. cuDNN's attention is left out: it spends about a
+# second planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal attention as the paper writes it, three (B, nh, T, hs) -> (B, nh, T, hs); holds all
-    (B, nh, T, T) weights in memory. q may be the last T of more positions."""
+    """Return causal attention as the paper writes it: q (B, nh, T, hs) -> (B, nh, T, hs). k and v
+    may hold more positions than q, which is then the last T of them. All attention weights are in
+    memory at once: (B, nh, T, T)."""
     B, nh, T, hs = q.shape
     past = k.shape[-2] - T
     future = q.new_full((T, past + T), -math.inf).triu(1 + past)
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B * nh, T, hs), and past + T for k and v
-    # as part of the product, scale and mask cost no pass of their own where nothing is compiled
+    # (B * nh, T, hs), and past + T positions for k and v
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    # Scaling and masking inside the matrix product saves two passes over the (T, T) weights,
+    # which matters where nothing is compiled.
     weights = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs)).softmax(dim=-1)
     return (F.dropout(weights, dropout) @ v).view(B, nh, T, hs)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Speed-up 4: the same in one fused kernel, never holding the (T, T) weights (Dao et al. 2022).
-    Of more positions q may be the last one alone, which sees them all."""
-    is_causal = q.shape[-2] > 1
+    """Speed-up 4: return the same from one fused kernel, which never holds the (T, T) weights
+    (Dao et al. 2022). If k has more positions than q, q must be the last one alone."""
+    is_causal = q.shape[-2] > 1  # the last position sees all others
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, flash: bool, dropout: float):
         super().__init__()
-        self.n_head, self.dropout = config.n_head, dropout
+        self.config = config
+        self.dropout = dropout
         self.attend = flash_attention if flash else attention
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k and v of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
+        """Return (B, T, C) for x (B, T, C). cache maps each attention module to the keys and
+        values of the positions before x; those of x are appended."""
         B, T, C = x.shape
-        qkv = self.c_attn(x).split(C, dim=2)  # 3 x (B, T, C)
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in qkv)  # (B, nh, T, hs)
+        q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
+        q = q.view(B, T, self.config.n_head, -1).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, self.config.n_head, -1).transpose(1, 2)
+        v = v.view(B, T, self.config.n_head, -1).transpose(1, 2)
         if cache is not None:
-            past = cache.get(self, (k[:, :, :0], v[:, :, :0]))
-            k, v = cache[self] = [torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True)]
+            if self in cache:
+                past_k, past_v = cache[self]
+                k = torch.cat([past_k, k], dim=2)
+                v = torch.cat([past_v, v], dim=2)
+            cache[self] = k, v
         y = self.attend(q, k, v, self.dropout if self.training else 0.0)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -136,120 +142,102 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
-class ChunkedLoss(torch.autograd.Function):
-    """Cross-entropy over a linear head for chunk tokens at a time, each with its gradients at once:
-    the logits and their gradient, the largest tensors of all, never exist whole. Exact but for the
-    order in which the chunks' parts of the weight's gradient are added up, in float32."""
+@dataclass(frozen=True)
+class Computation:
+    """How the network is computed. None of this changes the names or sizes of its parameters."""
 
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int):
-        """x (N, C), weight (V, C), bias (V,), which gets no gradient, and targets (N,) -> the mean
-        loss, (). x and the products are of autocast's type where it is on."""
-        kind, loss = x.device.type, torch.zeros((), device=x.device)
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        x, w = x.to(dtype), weight.to(dtype)
-        chunk = min(chunk, 4096) if dtype == torch.float16 else chunk  # it holds sums to 65,504
-        dx, dw = torch.empty_like(x), torch.zeros_like(weight)
-        rows = torch.arange(len(w), device=x.device)
-        for a in range(0, len(x), chunk):
-            part, ids = x[a : a + chunk], targets[a : a + chunk, None]
-            log_probs = F.linear(part, w, bias).float().log_softmax(dim=-1)  # (chunk, V)
-            loss -= log_probs.gather(1, ids).sum()
-            # less 1 at the targets, so that a compiler makes one kernel of it: a scatter would not
-            dlogits = log_probs.exp_().add_(ids == rows, alpha=-1).to(dtype)
-            dx[a : a + chunk] = dlogits @ w  # not divided by N yet: float16 could not hold it
-            if dtype == dw.dtype:
-                dw.addmm_(dlogits.t(), part)
-            else:
-                dw += dlogits.t() @ part
-        ctx.save_for_backward(dx, dw)
-        return loss / len(x)
-
-    @staticmethod
-    def backward(ctx, dloss: Tensor):
-        dx, dw = ctx.saved_tensors
-        scale = dloss / len(dx)
-        return dx.mul_(scale), dw.mul_(scale), None, None, None  # no second copy of the largest
+    flash: bool = True  # speed-up 4
+    dropout: float = 0.0  # probability of zeroing an activation, in training
+    bf16_residual: bool = False  # keep the residual stream in bfloat16, not in float32
+    recompute: bool = False  # store each block's input alone; backward computes the block again
+    loss_chunk_tokens: int = 0  # tokens per chunk of the loss; 0: all at once
 
 
 class GPT(nn.Module):
-    """GPT-2, its initial weights drawn from seed alone. The other arguments say how it is computed
-    and change no checkpoint: flash picks the attention; dropout is the share of the activations
-    that training leaves out; bf16_residual keeps the residual stream in bfloat16; recompute holds
-    each block's input alone for the backward pass, which computes the block again; with
-    loss_chunk_tokens the head sees so many tokens at a time."""
+    """GPT-2. Its initial weights depend on the shape and the seed alone."""
 
-    def __init__(self, config: GPTConfig, flash: bool = True, seed: int = 0, dropout: float = 0.0,
-                 bf16_residual: bool = False, recompute: bool = False,
-                 loss_chunk_tokens: int = 0):  # fmt: skip
+    def __init__(self, config: GPTConfig, computation: Computation | None = None, seed: int = 0):
         super().__init__()
-        self.config, self.drop = config, nn.Dropout(dropout)
-        self.bf16_residual, self.recompute = bf16_residual, recompute
-        self.loss_chunk_tokens = loss_chunk_tokens
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config.num_rows, config.n_embd),
-            "wpe": nn.Embedding(config.seq_len, config.n_embd),
-            "h": nn.ModuleList(Block(config, flash, dropout) for _ in range(config.n_layer)),
-            "ln_f": nn.LayerNorm(config.n_embd),
-        })  # fmt: skip
+        self.config = config
+        self.computation = computation or Computation()
+        dropout = self.computation.dropout
+        blocks = [Block(config, self.computation.flash, dropout) for _ in range(config.n_layer)]
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.num_rows, config.n_embd),
+                "wpe": nn.Embedding(config.seq_len, config.n_embd),
+                "h": nn.ModuleList(blocks),
+                "ln_f": nn.LayerNorm(config.n_embd),
+            }
+        )
+        self.drop = nn.Dropout(dropout)
         self.lm_head = nn.Linear(config.n_embd, config.num_rows, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one tensor, two uses
         self.init_weights(torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
     def init_weights(self, rng: torch.Generator):
-        """Biases 0, layer norms 1, matrices N(0, 0.02); the last matrix of each residual branch is
-        smaller by sqrt(branches), so that their sum starts at unit scale (GPT-2, section 2.3).
-        Padded rows are 0 and draw no random number: the other weights do not depend on them."""
-        branches = 2 * self.config.n_layer
+        """Set biases to 0, layer norms to 1, and draw matrices from N(0, 0.02). The last matrix of
+        each residual branch is smaller by sqrt(number of branches), so that their sum starts at
+        unit scale (GPT-2, section 2.3). Padded rows are 0 and draw no random number: the other
+        weights do not depend on the padding."""
+        num_branches = 2 * self.config.n_layer
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 p.zero_()
             elif name == "transformer.wte.weight":
                 p.zero_()[: self.config.vocab_size].normal_(std=0.02, generator=rng)
+            elif name.endswith("c_proj.weight"):
+                p.normal_(std=0.02 / math.sqrt(num_branches), generator=rng)
             elif p.dim() == 2:
-                is_branch_end = name.endswith("c_proj.weight")
-                p.normal_(std=0.02 / math.sqrt(branches if is_branch_end else 1), generator=rng)
+                p.normal_(std=0.02, generator=rng)
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters with weight decay, matrices and embeddings, and those without."""
+        """Return the parameters with weight decay (matrices, embeddings) and those without."""
         params = list(self.parameters())
-        return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+        decayed = [p for p in params if p.dim() >= 2]
+        others = [p for p in params if p.dim() < 2]
+        return decayed, others
 
     def matrices(self) -> list[nn.Parameter]:
-        """The weights of the blocks' linear maps, in the order in which they stand among the
-        decayed ones: behind the embeddings."""
+        """Return the weights of the blocks' linear layers: what Muon is for."""
         return [p for p in self.transformer.h.parameters() if p.dim() >= 2]
 
     def num_elements(self, params: list[nn.Parameter]) -> int:
-        """The size of params, without the padded rows."""
-        wte = self.transformer.wte.weight
-        return sum((p[: self.config.vocab_size] if p is wte else p).numel() for p in params)
+        """Return the number of weights in params, without the padded rows."""
+        num_padded = (self.config.num_rows - self.config.vocab_size) * self.config.n_embd
+        has_embedding = any(p is self.transformer.wte.weight for p in params)
+        return sum(p.numel() for p in params) - (num_padded if has_embedding else 0)
 
     def flops_per_token(self) -> int:
-        """Multiplications and additions of forward and backward for one token, after Chowdhery et
-        al. 2022 (PaLM), appendix B: 6 per weight, 12 * T * C per attention layer, and none for the
-        position embedding, which is looked up."""
-        T, C = self.config.seq_len, self.config.n_embd
-        return 6 * (self.config.num_params - T * C) + self.config.n_layer * 12 * T * C
+        """Return the floating-point operations of forward and backward for one token. After
+        Chowdhery et al. 2022 (PaLM), appendix B: 6 per weight and 12 * T * C per attention layer.
+        The position embedding is looked up, not multiplied."""
+        multiplied = [p.numel() for name, p in self.named_parameters() if "wpe" not in name]
+        attention_flops = 12 * self.config.seq_len * self.config.n_embd
+        return 6 * sum(multiplied) + self.config.n_layer * attention_flops
 
     def features(self, idx: Tensor, cache: dict | None = None, past: int = 0) -> Tensor:
-        """What the head reads the next token from: idx (B, T) -> (B, T, C). With a cache, idx goes
-        on from the past tokens whose keys and values it holds; those of idx are added to it."""
-        T = past + idx.shape[1]
-        if T > self.config.seq_len:
-            raise ValueError(f"{T} tokens are more than seq_len {self.config.seq_len}")
-        pos = torch.arange(past, T, device=idx.device)
+        """Return what the head predicts the next token from: idx (B, T) -> (B, T, C). With a cache,
+        idx continues `past` tokens whose keys and values the cache holds."""
+        end = past + idx.shape[1]
+        if end > self.config.seq_len:
+            raise ValueError(f"{end} tokens are more than seq_len {self.config.seq_len}")
+        pos = torch.arange(past, end, device=idx.device)
         x = self.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
-        x = x.bfloat16() if self.bf16_residual else x
-        again = self.recompute and torch.is_grad_enabled()
+        if self.computation.bf16_residual:
+            x = x.bfloat16()
         for block in self.transformer.h:
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x, cache)
+            if self.computation.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, cache)
         return self.transformer.ln_f(x)
 
     def padding_bias(self, x: Tensor) -> Tensor | None:
-        """What is added to the logits that are made of x: (V,), -inf for the padded rows. They have
-        no part in the loss, so padding changes the speed but not the mathematics."""
+        """Return what is added to the logits of x: (V,), -inf for the padded rows and 0 elsewhere.
+        So padding has no part in the loss: it changes the speed, not the mathematics. The padded
+        rows get a gradient of exactly 0, and stay 0 forever."""
         if not self.config.pad_vocab:
             return None
         ids = torch.arange(self.config.num_rows, device=x.device)
@@ -257,66 +245,64 @@ class GPT(nn.Module):
         return torch.zeros_like(ids, dtype=x.dtype).masked_fill(is_padding, -math.inf)
 
     def head(self, x: Tensor) -> Tensor:
-        """Logits of the next token: (..., C) -> (..., V)."""
+        """Return the logits of the next token: (..., C) -> (..., V)."""
         return F.linear(x, self.lm_head.weight, self.padding_bias(x))
 
     def logits(self, idx: Tensor) -> Tensor:
-        """Next-token logits at every position: idx (B, T) -> (B, T, V)."""
+        """Return next-token logits at every position: idx (B, T) -> (B, T, V)."""
         return self.head(self.features(idx))
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the targets, in nats per token: two (B, T) -> ()."""
-        x, targets = self.features(idx).flatten(0, 1), targets.flatten()
-        if not (chunk := self.loss_chunk_tokens):
-            return F.cross_entropy(self.head(x), targets)
-        if torch.is_grad_enabled():
-            return ChunkedLoss.apply(x, self.lm_head.weight, self.padding_bias(x), targets, chunk)
-        parts = zip(x.split(chunk), targets.split(chunk), strict=True)
-        return sum(F.cross_entropy(self.head(a), b, reduction="sum") for a, b in parts) / len(x)
+        """Return the mean cross-entropy, in nats per token: two (B, T) -> ()."""
+        x = self.features(idx).flatten(0, 1)  # (B * T, C)
+        targets = targets.flatten()
+        chunk = self.computation.loss_chunk_tokens or len(x)
+        if chunk >= len(x):
+            return self.loss(x, targets, "mean")
+        # The logits and their gradient are the largest tensors of a step. Here only those of one
+        # chunk exist at a time: backward computes them again, as --recompute does with a block.
+        loss = torch.zeros((), device=x.device)
+        for part, ids in zip(x.split(chunk), targets.split(chunk), strict=True):
+            loss = loss + checkpoint(
+                self.loss, part, ids, "sum", use_reentrant=False, preserve_rng_state=False
+            )
+        return loss / len(x)
 
-    @torch.no_grad()
-    def answer_losses(self, rows: list[tuple[Tensor, int]]) -> Tensor:
-        """For each row, tokens (T,) of which the last so many are the answer, the sum of the losses
-        of the answer's tokens: (len(rows),). The head sees these positions alone, and of a row too
-        long for the network the beginning is left out. A first token has no loss."""
-        rows = [(tokens[-self.config.seq_len - 1 :], count) for tokens, count in rows]
-        rows = [(tokens, min(count, len(tokens) - 1)) for tokens, count in rows]
-        idx = nn.utils.rnn.pad_sequence([t[:-1] for t, _ in rows], batch_first=True)  # (B, T)
-        with sdpa_kernel(ANY_SHAPE):
-            x = self.features(idx)
-        x = torch.cat([x[b, len(t) - 1 - n : len(t) - 1] for b, (t, n) in enumerate(rows)])
-        targets = torch.cat([t[len(t) - n :] for t, n in rows])
-        losses = F.cross_entropy(self.head(x).float(), targets, reduction="none")
-        return torch.stack([part.sum() for part in losses.split([n for _, n in rows])])
+    def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return F.cross_entropy(self.head(x), targets, reduction=reduction)
 
     @torch.no_grad()
     def generate(
         self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int
     ) -> Iterator[Tensor]:
-        """The tokens (B, 1) that follow idx (B, T), one after the other, without an end; never one
-        of the padding. When seq_len tokens are full, the older half is forgotten: the cached keys
-        hold their positions, so the others are read anew."""
-        cache, past = {}, 0
+        """Yield the tokens (B, 1) that follow idx (B, T), one after the other, without an end. Once
+        seq_len positions are full, the older half is dropped. The cached keys have their positions
+        built in, so what remains is computed again from position 0."""
+        cache: dict = {}
+        past = 0
         new = idx[:, -self.config.seq_len :]
         while True:
             with sdpa_kernel(ANY_SHAPE):
                 x = self.features(new, cache, past)[:, -1]  # (B, C)
             past += new.shape[1]
-            logits = self.head(x)[:, : self.config.vocab_size].float()
+            logits = self.head(x)[:, : self.config.vocab_size].float()  # padding is never drawn
             new = pick(logits, rng, temperature, top_k)
             yield new
             idx = torch.cat([idx, new], dim=1)
             if past == self.config.seq_len:
-                cache, past, new = {}, 0, idx[:, -(self.config.seq_len // 2 or 1) :]
+                cache = {}
+                past = 0
+                new = idx[:, -max(1, self.config.seq_len // 2) :]
 
 
 def pick(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
-    """A token for each row of logits (B, V), as (B, 1): at temperature 0 the likeliest, else drawn
-    among the top_k likeliest (0: all). ValueError if the weights overflow."""
+    """Return a token (B, 1) for each row of logits (B, V): the likeliest at temperature 0, else
+    one drawn among the top_k likeliest (0: all). Raise FloatingPointError if logits overflow."""
     if not logits.amax().isfinite():
-        raise ValueError("the network's weights overflow: it can't tell a next token")
-    if temperature < torch.finfo(torch.float32).tiny:  # to divide by it would overflow
+        raise FloatingPointError("the logits overflow, so no next token can be drawn")
+    if temperature < torch.finfo(torch.float32).tiny:  # dividing by it would overflow
         return logits.argmax(dim=-1, keepdim=True)
-    top, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # falling
+    num_candidates = min(top_k or logits.shape[-1], logits.shape[-1])
+    top, ids = logits.topk(num_candidates)  # (B, num_candidates), in falling order
     probs = ((top - top[:, :1]) / temperature).softmax(dim=-1)
     return ids.gather(1, torch.multinomial(probs, 1, generator=rng))

@@ -1,80 +1,77 @@
 """Turn text into token shards that train_gpt2.py reads, or download such shards.
+python prepare_data.py                                           # Python's own source, as bytes
+python prepare_data.py --input book.txt --data-dir data/book
+python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer gpt2
+python prepare_data.py --download fineweb-edu --shards 10        # or hellaswag
+python prepare_data.py --verify --data-dir data/web
 
-    python prepare_data.py                                           # Python's own source, as bytes
-    python prepare_data.py --input book.txt --data-dir data/book
-    python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer gpt2
-    python prepare_data.py --download fineweb-edu --shards 10
-    python prepare_data.py --multiple-choice arc.jsonl --data-dir data/arc --tokenizer gpt2
-    python prepare_data.py --verify --data-dir data/web
-
-A document is a file, a line of .jsonl or a row of .parquet; each begins with <|endoftext|>. The
-same input gives the same bytes on disk, with any number of workers, and however often the command
-was killed and repeated: the shards grow in DATA_DIR.unfinished, whose manifest says how far they
-are; what it counts is checked before they grow on; if it is damaged, all is made again. The folder
-gets its name when it is whole; the same command then says so and changes nothing.
+Any text will do: .txt, .md, source code, whole folders. In .jsonl, .json, .csv, .tsv and .parquet
+each record is a document, and --text-field names the field that holds its text. A preparation or
+download that was killed goes on when it is repeated.
 """
 
 import hashlib
+import json
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
 import sys
 import threading
-import time
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import islice
+from itertools import count
 from multiprocessing import get_context, parent_process
 from pathlib import Path
+from typing import BinaryIO
+
+# Where Python is told not to (-P, PYTHONSAFEPATH=1), it does not look beside the script.
+sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-import dataloader
-from dataloader import TOKEN, VOCAB_SIZES, open_shard
-from support import corpus, inputs
-from support.corpus import MANIFEST, NO_TOKENS, check_shard, describe, longer, save_manifest
-from support.files import DISK_ERRORS, fetch, locked, own_file, sha256_of, vocab_cure
-from support.flags import check_flags, flag, make_parser, parse, spell
-from support.questions import write_questions
+from dataloader import TOKEN, VOCAB_SIZES, ShardError, open_shard, shard_header
+from support.cli import check_limits, flag, parse, spell
+from support.corpus import MANIFEST, read_manifest
+from support.errors import DISK_ERRNOS, INTERRUPTED, DiskError, UserError, printable
+from support.files import sync, whole_file
+from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
+from support.tokenizer import load_tokenizer
 
-CORPORA = {  # where others published their shards, how these are called, how many for training
-    "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb", 1001),
-    "fineweb": ("kjj0/fineweb10B-gpt2", "fineweb", 103),
+DATASETS = {  # on the hub, and how their shards are called
+    "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),  # 1,001 shards
+    "fineweb": ("kjj0/fineweb10B-gpt2", "fineweb"),  # 103
+    "hellaswag": ("Rowan/hellaswag", ""),
 }
-
-# --------------------------------------------------------------------------------------------------
-# Flags
+SYNONYMS = {
+    "--out": "--data-dir",
+    "--val-tokens": "--val-fraction",
+    "--mirror": "the environment variable HF_ENDPOINT",
+    "--multiple-choice": "not needed: train_gpt2.py --hellaswag reads JSON lines",
+}
+TEXT_FLAGS = ("tokenizer", "text_field", "shard_tokens", "val_fraction", "seed")
+OTHER_FOLDER = "remove it, or name another --data-dir"
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """What to make of what, and where."""
-
-    input: tuple = flag((), "files, folders, 'patterns'; none: Python's standard library",
-                        group="what to write, one of")  # fmt: skip
-    download: str = flag("", "fetch tokens that others published instead", choices=CORPORA)
-    multiple_choice: tuple = flag((), "files of questions in JSON lines, for --hellaswag")
-    verify: bool = flag(False, "compare the shards with their manifest instead")
-    data_dir: str = flag("", "folder to write; a download, or no input: data/CORPUS", group="how")
-    tokenizer: str = flag("bytes", "GPT-2's, or bytes", choices=VOCAB_SIZES)
-    text_field: str = flag("text", "where a line or row has its text")
-    shard_tokens: int = flag(100_000_000, "tokens per shard", 1024)
-    val_fraction: float = flag(0.01, "documents for validation", 0, 0.5)
-    val_tokens: int = flag(0, "instead of --val-fraction: about so many tokens", 0)
-    seed: int = flag(1337, "seed of which documents these are", -(2**63), 2**64 - 1)
-    workers: int = flag(0, "worker processes; none: one per core, for bytes 0", 0, 61)
-    dry_run: bool = flag(False, "--input: say what it takes, from a sample")
-    shards: int = flag(100, "--download: training shards, of 100M tokens", 1)
-    mirror: str = flag("", "--download: address of the folder that holds them")
+    input: tuple = flag((), "files, folders, 'patterns'; none: Python's source", group="source")
+    download: str = flag("", "what to fetch instead", choices=(*DATASETS,))
+    verify: bool = flag(False, "compare shards with the SHA-256 in their manifest instead")
+    data_dir: str = flag("", "folder to write; none: data/CORPUS", group="how")
+    tokenizer: str = flag("bytes", "GPT-2's tokens, or bytes as tokens", choices=(*VOCAB_SIZES,))
+    text_field: str = flag("text", "field of a record that holds its text")
+    shard_tokens: int = flag(100_000_000, "tokens per shard", min=1024)
+    val_fraction: float = flag(0.01, "share of documents for validation", min=1e-5, max=0.5)
+    seed: int = flag(1337, "of the draw of these documents", min=0)
+    workers: int = flag(0, "processes; for gpt2 by default one per core", min=0, max=61)
+    shards: int = flag(100, "training shards of 100M tokens", min=1)
 
     @property
     def folder(self) -> Path:
@@ -82,517 +79,411 @@ class PrepareConfig:
 
 
 def parse_args(argv: list[str]) -> PrepareConfig:
-    given = parse(make_parser(PrepareConfig, __doc__ or "", recipes={}), argv)
-    if given.get("tokenizer", "bytes") != "bytes":
-        given = {"workers": min(os.cpu_count() or 1, 61)} | given
-    if {"val_fraction", "val_tokens"} <= given.keys():
-        raise ValueError("not allowed together: --val-fraction --val-tokens; see --help")
-    check(config := PrepareConfig(**given))
+    """Return the flags of a command line. Raise UserError if they do not go together."""
+    if argv and not argv[0].startswith("-"):
+        raise UserError(f"did you mean --input {shlex.join(argv)}?")
+    typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
+    sources = [spell(name) for name in ("input", "download", "verify") if typed.get(name)]
+    if "shards" in typed and "download" not in typed:
+        raise UserError(f"--shards {typed['shards']} needs --download: name what to fetch")
+    others = [spell(name) for name in (*TEXT_FLAGS, "workers") if name in typed]
+    if len(sources) > 1 or (others and sources in (["--download"], ["--verify"])):
+        raise UserError(f"{' and '.join(sources + others)} do not go together: leave one out")
+    if typed.get("tokenizer") == "gpt2":
+        typed.setdefault("workers", min(os.cpu_count() or 1, 61))
+    config = PrepareConfig(**typed)
+    check_limits(PrepareConfig, vars(config))
+    if not config.data_dir and (config.input or config.verify):
+        raise UserError(f"{sources[0]} needs --data-dir, for example --data-dir data/book")
     return config
 
 
-def check(config: PrepareConfig):
-    """ValueError if flags are beyond what they may be, or do not go together."""
-    check_flags(config)
-    kinds = ("input", "download", "multiple_choice", "verify")
-    sources = [spell(name) for name in kinds if getattr(config, name)]
-    if len(sources) > 1:
-        raise ValueError(f"not allowed together: {' '.join(sources)}; see --help")
-    if config.dry_run and sources not in ([], ["--input"]):
-        raise ValueError(f"--dry-run is for --input, not for {sources[0]}; see --help")
-    if not config.data_dir and sources not in ([], ["--download"]):
-        raise ValueError(f"{sources[0]} needs --data-dir; see --help")
-    if config.download and config.shards > (most := CORPORA[config.download][2]):
-        why = f"must be a number of at least 1 and at most {most}"
-        raise ValueError(f"--shards {config.shards} {why}: {config.download} has no more")
-
-
-# --------------------------------------------------------------------------------------------------
-# Documents
+# ---- Text, split into training and validation ----------------------------------------------------
 
 
 @dataclass
 class Batch:
-    """About 2 * PIECE bytes of text, of one document or many, for one split."""
+    """About 512 KiB of text of one split, which a worker tokenizes."""
 
     split: str
-    crc32: int = 0  # of the flags and of all documents read so far
-    size: int = 0  # bytes
     parts: list[tuple[bool, bytes]] = field(default_factory=list)  # does a document begin?, text
+    size: int = 0  # bytes
+    number: int = 0  # of the batch, from 1
+    crc32: int = 0  # of all text up to here
 
 
-def batches(
-    texts: Iterable[Iterable], config: PrepareConfig, tally: inputs.Tally
-) -> Iterator[Batch]:
-    """The documents, in order. Each one's split is drawn; the first is for training."""
-    names = ("tokenizer", "shard_tokens", "val_fraction", "val_tokens", "seed", "text_field")
-    flags = repr([getattr(config, name) for name in names])
-    rng, crc, split = random.Random(config.seed), zlib.crc32(flags.encode()), None
+def drawn(config: PrepareConfig) -> Iterator[bool]:
+    """Yield for each document whether it is for validation: a function of its number and the seed.
+    The first one is for training."""
+    rng = random.Random(config.seed)
+    yield False
+    while True:
+        yield rng.random() < config.val_fraction
+
+
+def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
+    """Yield all text. If there are too few documents for one to be drawn, as with a book, the last
+    tenth of each is for validation."""
+    peek = Reader(reader.files, reader.text_field).documents()
+    pairs = zip(drawn(config), peek, strict=False)
+    cuts_each = not any(is_val and size for is_val, (size, _) in pairs)
     growing = {"train": Batch("train"), "val": Batch("val")}
-    for blocks in texts:
-        split = "val" if split and rng.random() < config.val_fraction else "train"
-        crc, begins, not_utf8 = zlib.crc32(split.encode(), crc), True, 0
-        for piece in inputs.pieces(blocks):
-            batch, crc = growing[split], zlib.crc32(piece, crc)
-            batch.parts.append((begins, piece))
-            batch.crc32, batch.size, begins = crc, batch.size + len(piece), False
-            not_utf8 += inputs.count_not_utf8(piece)
-            if batch.size >= 2 * inputs.PIECE:
+    numbers = count(1)
+    crc32 = 0
+    for is_val, (size, stream) in zip(drawn(config), reader.documents(), strict=False):
+        begins = True
+        cut = 0 if is_val else sys.maxsize  # bytes before validation begins
+        if cuts_each:
+            cut = size * 9 // 10
+        for split, text in divided(stream, cut):
+            crc32 = zlib.crc32(text, crc32 ^ begins ^ len(split))  # so that these count, too
+            batch = growing[split]
+            batch.parts.append((begins, text))
+            batch.size += len(text)
+            begins = False
+            if batch.size >= 2 * PIECE:
+                batch.number, batch.crc32 = next(numbers), crc32
                 yield batch
                 growing[split] = Batch(split)
-        if begins:
-            tally.skipped["empty"] += 1
-        if not_utf8:
-            tally.not_utf8.update(bytes=not_utf8, documents=1)
     for batch in growing.values():
-        batch.crc32 = crc
+        batch.number, batch.crc32 = next(numbers), crc32
         yield batch
 
 
-# --------------------------------------------------------------------------------------------------
-# Tokenizers
+def divided(stream: BinaryIO, cut: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the pieces of a document, each with its split: validation begins at byte `cut`."""
+    for piece in pieces(stream):
+        at = min(max(cut, 0), len(piece))
+        while 0 < at < len(piece) and piece[at] & 0xC0 == 0x80:  # inside a character
+            at -= 1
+        if at > 0:
+            yield "train", piece[:at]
+        if at < len(piece):
+            yield "val", piece[at:]
+        cut -= len(piece)
 
 
-@dataclass(frozen=True)
-class Tokenizer:
-    name: str
-    encode: Callable[[bytes], np.ndarray]  # text to its tokens
-    lengths: np.ndarray  # bytes of each token; 0 for <|endoftext|>, the last
-    sha256: str  # of the vocabulary
+# ---- Tokens --------------------------------------------------------------------------------------
 
 
-@lru_cache
-def bytes_tokenizer() -> Tokenizer:
-    """Each byte is a token, 256 is <|endoftext|>: any text, and nothing to download."""
-    encode = partial(np.frombuffer, dtype=np.uint8)
-    sha256 = hashlib.sha256(bytes(range(256))).hexdigest()
-    return Tokenizer("bytes", encode, np.array([1] * 256 + [0], np.uint8), sha256)
-
-
-@lru_cache
-def gpt2_tokenizer() -> Tokenizer:
-    """GPT-2's byte-pair encoding. tiktoken downloads its vocabulary once and checks its SHA-256."""
-    import tiktoken
-
-    try:
-        encoding = tiktoken.get_encoding("gpt2")
-    except OSError as error:  # what requests raises without a network, in a hundred ways
-        if error.errno in DISK_ERRORS:
-            raise
-        why = f"--tokenizer gpt2: no network; {vocab_cure()}, or use --tokenizer bytes"
-        raise OSError(why) from error
-
-    def encode(text: bytes) -> np.ndarray:
-        # special text in a document is ordinary text
-        return encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
-
-    vocabulary = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
-    sha256 = hashlib.sha256(b"".join(vocabulary)).hexdigest()
-    return Tokenizer("gpt2", encode, np.array([*map(len, vocabulary), 0], np.uint8), sha256)
-
-
-TOKENIZERS = {"bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer}
-
-
-def encode(tokenizer: str, batch: Batch) -> np.ndarray:
-    """The tokens of a batch, uint16."""
-    encode, tokens = TOKENIZERS[tokenizer]().encode, [np.empty(0, TOKEN)]
-    end_of_text = np.array([dataloader.VOCAB_SIZES[tokenizer] - 1], TOKEN)
-    for begins, text in batch.parts:
-        tokens += [end_of_text] * begins + [encode(text)]
+def tokenize(name: str, parts: list[tuple[bool, bytes]]) -> np.ndarray:
+    """Return the tokens of a batch, uint16; each document begins with <|endoftext|>."""
+    tokenizer = load_tokenizer(name, may_download=True)
+    end_of_text = np.array([VOCAB_SIZES[name] - 1], TOKEN)
+    tokens = [end_of_text[:0]]
+    for begins, text in parts:
+        if begins:
+            tokens.append(end_of_text)
+        tokens.append(tokenizer.encode_bytes(text))
     return np.concatenate(tokens, dtype=TOKEN, casting="unsafe")
 
 
 def follow_parent():
-    """Leave Ctrl-C to the parent, and end when it ends, also if it is killed."""
+    """Leave Ctrl-C to the parent process, and end when it ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def in_order(todo: Iterator[Batch], tokenizer: str, workers: int) -> Iterator[tuple]:
-    """Each batch with its tokens. A few more are on their way than there are workers, so that none
-    of them waits; 0 workers: this process does the work."""
-    if not workers:
-        yield from ((batch, encode(tokenizer, batch)) for batch in todo)
-        return
-    with ProcessPoolExecutor(workers, get_context("spawn"), follow_parent) as pool:
-        started = deque()
+def end_with_parent():
+    parent_process().join()
+    os._exit(1)
+
+
+def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Batch, np.ndarray]]:
+    """Yield each batch with its tokens, in order. Without workers this process does the work."""
+    load_tokenizer(config.tokenizer, may_download=True)  # once, before each worker would
+    if not config.workers:
         for batch in todo:
-            started.append((batch, pool.submit(encode, tokenizer, batch)))
-            if len(started) > 4 * workers:
-                batch, tokens = started.popleft()
-                yield batch, tokens.result()
-        yield from ((batch, tokens.result()) for batch, tokens in started)
+            yield batch, tokenize(config.tokenizer, batch.parts)
+        return
+    with ProcessPoolExecutor(config.workers, get_context("spawn"), follow_parent) as pool:
+        running = deque()
+        for batch in todo:
+            running.append((batch, pool.submit(tokenize, config.tokenizer, batch.parts)))
+            if len(running) > 4 * config.workers:  # enough for no worker to wait
+                batch, future = running.popleft()
+                yield batch, future.result()
+        for batch, future in running:
+            yield batch, future.result()
 
 
-# --------------------------------------------------------------------------------------------------
-# Shards
+# ---- Shards --------------------------------------------------------------------------------------
 
 
-def read_manifest(folder: Path) -> dict:
-    """What folder's manifest says; of one that has none, that nothing is there."""
-    try:
-        return corpus.read_manifest(folder)
-    except FileNotFoundError:
-        return {"train": {"shards": []}, "val": {"shards": []}}
-
-
-ACCOUNT = ("documents", "bytes", "tokens", "shards")
-
-
-@dataclass
 class Split:
-    """A stream of tokens that goes into shards as it comes, and the manifest's account of it. The
-    last shard may grow: what its file holds behind its tokens counts for nothing."""
+    """The shards of one split, and the tokens that do not fill one yet."""
 
-    folder: Path
-    name: str
-    shard_tokens: int
-    documents: int = 0
-    bytes: int = 0  # of text
-    tokens: int = 0
-    shards: list[dict] = field(default_factory=list)
+    def __init__(self, folder: Path, name: str, manifest: dict):
+        self.folder = folder
+        self.name = name
+        self.end_of_text = VOCAB_SIZES[manifest["flags"]["tokenizer"]] - 1
+        self.shards = manifest[name]["shards"]
+        self.buffer = np.empty(manifest["flags"]["shard_tokens"], TOKEN)  # no memory until filled
+        self.num_tokens = 0  # in the buffer
+        # The last batch of which there are tokens: its number, how many tokens, its CRC-32.
+        self.end = self.shards[-1]["end"] if self.shards else [0, 0, 0]
 
-    def path(self, number: int) -> Path:
-        return self.folder / f"{self.name}_{number:06d}.bin"
+    def add(self, batch: Batch, tokens: np.ndarray):
+        """Append the tokens of a batch, less those that are in shards; write what is full."""
+        start = self.end[1] if self.end[0] == batch.number else 0
+        while start < len(tokens):
+            part = tokens[start : start + len(self.buffer) - self.num_tokens]
+            self.buffer[self.num_tokens : self.num_tokens + len(part)] = part
+            self.num_tokens += len(part)
+            start += len(part)
+            self.end = [batch.number, start, batch.crc32]
+            if self.num_tokens == len(self.buffer):
+                self.write()
 
-    def account(self) -> dict:
-        """What the manifest says, once all of it is on the disk."""
-        for entry in self.shards[-1:]:
-            with open(self.folder / entry["name"], "r+b") as f:
-                os.fsync(f.fileno())
-        return {name: getattr(self, name) for name in ACCOUNT}
-
-    def check(self):
-        """ValueError if a shard is not what its entry says."""
-        for entry in self.shards:
-            try:
-                if entry is self.shards[-1]:
-                    self.seal()
-                else:
-                    check_shard(self.folder, entry)
-            except (OSError, ValueError) as error:
-                if getattr(error, "errno", None) in DISK_ERRORS:  # the shard may be good
-                    raise
-                raise ValueError(f"{self.folder / entry['name']} is damaged") from None
-
-    def append(self, tokens: np.ndarray, documents: int, size: int) -> bool:
-        """Write tokens behind those that count, over what a killed run may have left there. True
-        if that filled a shard."""
-        self.documents, self.bytes = self.documents + documents, self.bytes + size
-        num_whole = self.tokens // self.shard_tokens
-        while len(tokens):
-            if self.tokens == len(self.shards) * self.shard_tokens:
-                self.shards.append(NO_TOKENS | {"name": self.path(len(self.shards)).name})
-            entry, path = self.shards[-1], self.path(len(self.shards) - 1)
-            part, tokens = np.split(tokens, [self.shard_tokens - entry["tokens"]])
-            with open(path, "r+b" if path.exists() else "wb", opener=own_file) as f:
-                f.seek(entry["bytes"])
-                f.write(part.data)
-            self.shards[-1], self.tokens = longer(entry, part), self.tokens + len(part)
-            if self.tokens % self.shard_tokens == 0:
-                self.seal()
-        return self.tokens // self.shard_tokens > num_whole
-
-    def seal(self):
-        """Give the last shard its header, and nothing behind its tokens; OSError or ValueError if
-        they are not what was written."""
-        for entry in self.shards[-1:]:
-            with open(self.folder / entry["name"], "r+b", opener=own_file) as f:
-                f.write(dataloader.shard_header(entry["tokens"]))
-                f.truncate(entry["bytes"])
-                os.fsync(f.fileno())
-            check_shard(self.folder, entry)
-        self.path(len(self.shards)).unlink(missing_ok=True)  # give_end gave it
-
-    def give_end(self, other: "Split", lengths: np.ndarray, count: int):
-        """Hand the last count tokens over to other; 0: the growing shard, and if it is the only
-        one, or less than a tenth of one, the last tenth of the shard before it."""
-        num_whole, fill = divmod(self.tokens, self.shard_tokens)
-        tenth = min(self.tokens, self.shard_tokens) // 10
-        end = tenth if not num_whole else fill if fill >= tenth else fill + tenth
-        keep = self.tokens - (min(count, self.tokens // 2) or end)
-        self.seal()
-        ends = []
-        while self.tokens > keep:
-            shard = corpus.open_entry(self.folder, self.shards.pop())
-            stays = max(0, keep - self.tokens + shard.num_tokens)
-            ends.insert(0, shard.read(stays, shard.num_tokens - stays))
-            self.shards += [describe(shard, stays)] if stays else []
-            self.tokens -= len(ends[0])
-        for tokens in ends:
-            documents, size = int((lengths[tokens] == 0).sum()), int(lengths[tokens].sum())
-            self.documents, self.bytes = self.documents - documents, self.bytes - size
-            other.append(tokens, documents, size)
+    def write(self):
+        """Write the buffer as a shard."""
+        path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
+        tokens = self.buffer[: self.num_tokens]
+        with whole_file(path) as file:
+            file.write(shard_header(len(tokens)))
+            file.write(tokens.data)
+        self.shards.append(describe(path, tokens, self.end_of_text) | {"end": self.end})
+        self.num_tokens = 0
 
 
-def go_on(folder: Path, shard_tokens: int) -> tuple[Split, Split, list[int]]:
-    """What folder has of each split, and of how much of the input; if any of it is damaged, or an
-    older version's, all is made again."""
-    try:
-        return kept(folder, shard_tokens)
-    except ValueError as error:
-        complain(f"{error}; begins again")
-    for path in folder.iterdir():
-        if path.name != "lock":
-            path.unlink()
-    return kept(folder, shard_tokens)
+def describe(path: Path, tokens: np.ndarray, end_of_text: int) -> dict:
+    """Return what the manifest says of a shard of these tokens."""
+    return {
+        "name": path.name,
+        "tokens": len(tokens),
+        "documents": int(np.count_nonzero(tokens == end_of_text)),
+        "largest_id": int(tokens.max()),
+        "sha256": sha256_of(path),
+    }
 
 
-def kept(folder: Path, shard_tokens: int) -> tuple[Split, Split, list[int]]:
-    manifest, splits = read_manifest(folder), []
-    for name in ("train", "val"):
-        account = {key: value for key, value in manifest[name].items() if key in ACCOUNT}
-        splits.append(Split(folder, name, shard_tokens, **account))
-        splits[-1].check()
-    return *splits, manifest.get("input", [0, 0])
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def same_so_far(todo: Iterator[Batch], done: int, crc32: int, bar: tqdm) -> bool:
-    """Read again the batches that are done: whether they are what they were."""
-    batch = Batch("")
-    for batch in islice(todo, done):
-        bar.update(batch.size)
-    return batch.crc32 == crc32
+def save_manifest(folder: Path, manifest: dict):
+    with whole_file(folder / MANIFEST) as file:
+        file.write(json.dumps(manifest, indent=1).encode())
 
 
-def show(bar: tqdm, size: int, train: Split, val: Split):
-    bar.update(size)
-    documents, tokens = train.documents + val.documents, train.tokens + val.tokens
-    rate = (bar.format_dict["rate"] or 0) * tokens / max(train.bytes + val.bytes, 1)
-    text = f"{documents:,} documents, {tokens / 1e6:,.1f}M tokens, {rate / 1e6:.1f}M tokens/s"
-    bar.set_postfix_str(text, refresh=False)
+def open_manifest(folder: Path, config: PrepareConfig) -> dict:
+    """Return the manifest of what is in folder. Raise UserError if that has other flags."""
+    flags = {name: getattr(config, name) for name in TEXT_FLAGS}
+    manifest = {"tokenizer": {"name": config.tokenizer}, "input": config.input, "flags": flags}
+    manifest |= {"train": {"shards": []}, "val": {"shards": []}}
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        for name, value in flags.items():
+            made_with = manifest.get("flags", {}).get(name)
+            if made_with != value:
+                what = f"{folder} was made with {spell(name)} {made_with}, not {value}"
+                raise UserError(f"{what}: {OTHER_FOLDER}")
+        for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
+            open_shard(folder / entry["name"])  # raises
+    return manifest
 
 
-def write_folder(
-    folder: Path, todo: Iterator[Batch], config: PrepareConfig, bar: tqdm, skipped: Counter
-):
-    """Write into folder what is not there yet of the shards of todo, and the manifest, whose input
-    says how much of the text they hold."""
-    tokenizer = TOKENIZERS[config.tokenizer]()
-    train, val, (done, crc32) = go_on(folder, config.shard_tokens)
-
-    def save():
-        account = {"train": train.account(), "val": val.account(), "input": (done, crc32)}
-        about = {"name": tokenizer.name, "sha256": tokenizer.sha256}
-        save_manifest(folder, {"tokenizer": about, **account})
-
-    if not same_so_far(todo, done, crc32, bar):
-        why = f"{folder} was begun with other input or other flags"
-        raise ValueError(f"{why}: repeat those, or remove the folder")
-    for batch, tokens in in_order(todo, config.tokenizer, config.workers):
-        split = train if batch.split == "train" else val
-        done, crc32 = done + 1, batch.crc32
-        if split.append(tokens, sum(begins for begins, _ in batch.parts), batch.size):
-            save()
-        show(bar, batch.size, train, val)
-    if not val.tokens and train.tokens:
-        train.give_end(val, tokenizer.lengths, config.val_tokens)
-    if min(train.tokens, val.tokens) < 2:  # an input and its target
-        why = f"{train.tokens} tokens for training and {val.tokens} for validation"
-        why += "".join(f", {count:,} skipped: {cause}" for cause, count in skipped.most_common(1))
-        raise ValueError(f"the input has {why}: name more with --input, or more for validation")
-    save()  # before the shards that counted more are cut
-    train.seal()
-    val.seal()
+def unwritten(todo: Iterator[Batch], splits: dict[str, Split]) -> Iterator[Batch]:
+    """Yield what is not in shards yet. Raise UserError if they were made of other text."""
+    ends = {name: split.end for name, split in splits.items()}
+    changed = UserError(f"{splits['train'].folder} was made of other text: {OTHER_FOLDER}")
+    for batch in todo:
+        for name, (number, _, crc32) in ends.items():
+            if batch.number == number and (batch.split, batch.crc32) != (name, crc32):
+                raise changed
+        if batch.number >= ends[batch.split][0]:
+            yield batch
+    if batch.number < max(end[0] for end in ends.values()):
+        raise changed
 
 
-def check_same(folder: Path, todo: Iterator[Batch], bar: tqdm):
-    """FileExistsError unless folder is whole, and of the same input and flags as todo."""
-    manifest = read_manifest(folder) if folder.is_dir() else {}
-    done, crc32 = manifest.get("input", (0, -1))
-    if not same_so_far(todo, done, crc32, bar):
-        why = f"--data-dir {folder} exists; name another"
-        raise FileExistsError(f"{why}: it is of other input or other flags")
-    corpus.open_folder(folder)  # raises
+def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
+    """Write the shards and the manifest that are not in folder yet."""
+    splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
+    todo = unwritten(batches(reader, config), splits)
+    total = sum(os.path.getsize(file) for file in reader.files)
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+        for batch, tokens in tokenized(todo, config):
+            split = splits[batch.split]
+            num_shards = len(split.shards)
+            split.add(batch, tokens)
+            if len(split.shards) > num_shards:
+                save_manifest(folder, manifest)
+            bar.update(reader.position - bar.n)
+    for name, split in splits.items():
+        if not split.shards and split.num_tokens < 2:  # an input and its target
+            reasons = "; ".join(["add more text", *notes(reader)])
+            raise UserError(f"--input has {split.num_tokens} tokens for {name}: {reasons}")
+        if split.num_tokens:
+            split.write()
+    manifest["end"] = [batch.number, batch.crc32]
+    save_manifest(folder, manifest)
 
 
-# --------------------------------------------------------------------------------------------------
-# Commands
-
-
-def prepare_questions(config: PrepareConfig):
-    def encode(text: str) -> np.ndarray:
-        return TOKENIZERS[config.tokenizer]().encode(inputs.utf8(text)).astype(TOKEN)
-
-    print(write_questions(config.multiple_choice, config.folder, encode, config.tokenizer))
-
-
-def num_tokens_of(size: int, some: bytes, config: PrepareConfig) -> float:
-    """About how many tokens size bytes of text are, of which some is a sample."""
-    return len(TOKENIZERS[config.tokenizer]().encode(some)) * size / max(len(some), 1)
-
-
-def dry_run(files: list[str], config: PrepareConfig):
-    """Print what preparing the files will take."""
-    size, some = inputs.sample(files, config.text_field)
-    num_tokens_of(0, b"", config)  # loads the tokenizer
-    start = time.perf_counter()
-    num_tokens = num_tokens_of(size, some, config)
-    seconds = (time.perf_counter() - start) * size / max(len(some), 1) / max(config.workers, 1)
-    print(
-        f"about {size / 1e6:,.1f} MB of text in {len(files):,} files, {num_tokens / 1e6:,.1f}M"
-        f" tokens, {num_tokens * TOKEN.itemsize / 1e6:,.1f} MB of disk, {seconds:,.0f} s"
-    )
+# ---- Commands ------------------------------------------------------------------------------------
 
 
 def prepare(config: PrepareConfig):
-    """Write config.folder, under another name until it is whole."""
-    files = inputs.files_in(config.input) if config.input else inputs.standard_library()
-    if config.dry_run:
-        return dry_run(files, config)
-    folder = config.folder.with_name(f"{config.folder.name}.unfinished")
-    own = {folder.absolute(), config.folder.absolute()}
-    files = [f for f in files if own.isdisjoint(Path(f).absolute().parents)]
-    size, some = inputs.sample(files, config.text_field)
-    if config.val_tokens:
-        config = with_val_fraction(config, num_tokens_of(size, some, config))
-    tally = inputs.Tally()
-    todo = batches(inputs.read(files, config.text_field, tally.skipped), config, tally)
-    check_own(folder)
-    with working_in(folder), tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
-        try:
-            if is_complete := config.folder.exists():
-                check_same(config.folder, todo, bar)
-            else:
-                write_folder(folder, todo, config, bar, tally.skipped)
-        finally:
-            if not (folder / MANIFEST).exists():  # no shard is whole: nothing to go on with
-                shutil.rmtree(folder, ignore_errors=True)
-    if not is_complete:
-        folder.rename(config.folder)
-    report(config.folder, inputs.Tally() if is_complete else tally, is_complete)
+    """Write config.folder, under another name until it is complete."""
+    folder = config.folder
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    files = files_in(config.input) if config.input else standard_library()
+    for written in (folder, unfinished):
+        files = [file for file in files if written.absolute() not in Path(file).absolute().parents]
+    if config.text_field != "text" and not any(RECORDS.search(file.lower()) for file in files):
+        raise UserError("--text-field is for .jsonl, .json, .csv, .tsv and .parquet: leave it out")
+    reader = Reader(files, config.text_field)
+    is_complete = folder.exists()
+    manifest = open_manifest(folder if is_complete else unfinished, config)
+    if "end" in manifest:
+        (last,) = deque(batches(reader, config), maxlen=1)
+        if manifest["end"] != [last.number, last.crc32]:
+            raise UserError(f"{folder} was made of other text: {OTHER_FOLDER}")
+    elif is_complete:
+        raise UserError(f"--data-dir {folder} exists, and holds something else: name another")
+    else:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with FileLock(unfinished / ".lock", timeout=0):
+            try:
+                write_shards(unfinished, manifest, reader, config)
+            finally:
+                if not (unfinished / MANIFEST).exists():  # no shard is whole: nothing to go on with
+                    shutil.rmtree(unfinished, ignore_errors=True)
+    if is_complete:
+        print("already complete:")
+    else:
+        os.rename(unfinished, folder)
+        sync(folder.parent)
+    report(folder, notes(reader))
 
 
-def with_val_fraction(config: PrepareConfig, num_tokens: float) -> PrepareConfig:
-    """config with the fraction that its --val-tokens are of about num_tokens."""
-    if config.val_tokens > num_tokens / 2:
-        why = f"--val-tokens {config.val_tokens:,} are more than half of the input, which has about"
-        raise ValueError(f"{why} {num_tokens:,.0f} tokens: lower it")
-    return replace(config, val_fraction=config.val_tokens / num_tokens)
+def notes(reader: Reader) -> list[str]:
+    return [f"{what}: {n:,}, the first: {where}" for what, (n, where) in reader.notes.items()]
 
 
-@contextmanager
-def working_in(folder: Path) -> Iterator:
-    """Make folder and keep other processes out of it. What is empty at the end goes again."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    with locked(folder):
-        try:
-            yield
-        finally:
-            for path in (folder / "lock", *made):
-                with suppress(OSError):  # a folder that holds something; Windows: an open file
-                    path.rmdir() if path.is_dir() else path.unlink()
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def check_own(folder: Path):
-    """FileExistsError if folder holds what this program did not write: it is not to be lost."""
-    own = re.compile(r"lock|manifest\.json(\.tmp)?|(train|val)_\d{6,}\.bin")
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        if not own.fullmatch(name):
-            raise FileExistsError(f"{folder / name} is in the way: move it, or name another folder")
-
-
-def report(folder: Path, tally: inputs.Tally, is_complete: bool):
-    """Print what folder holds, on one line if it was complete before."""
-    lines, manifest = [], read_manifest(folder)
-    for name in ("train", "val"):
-        account = manifest[name]
-        num_shards, text = len(account.pop("shards")), account.get("bytes", 0)
-        counts = ", ".join(f"{value:,} {key}" for key, value in account.items())
-        ratio = f" ({text / account['tokens']:.2f} bytes per token)" if text and num_shards else ""
-        lines.append(f"{name}: {counts}{ratio}, {num_shards} shards")
-    lines += [f"skipped: {n:,} documents, {shown(why)}" for why, n in tally.skipped.items()]
-    if bad := tally.not_utf8:
-        fate = "kept" if manifest["tokenizer"]["name"] == "bytes" else "replaced by U+FFFD"
-        counts = f"{bad['bytes']:,} bytes in {bad['documents']:,} documents"
-        lines.append(f"not UTF-8: {counts}, {fate}")
-    lines.append(f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}")
-    print(f"already complete: {'; '.join(lines)}" if is_complete else "\n".join(lines))
+def report(folder: Path, lines: list[str]):
+    """Print what folder holds, and these lines."""
+    manifest = read_manifest(folder)
+    for split in ("train", "val"):
+        shards = manifest[split]["shards"]
+        documents = plural(sum(entry.get("documents", 1) for entry in shards), "document")
+        if documents.startswith("0 "):
+            documents = "the last tenth of each document, since there are too few to draw one"
+        tokens = plural(sum(entry["tokens"] for entry in shards), "token")
+        print(f"{split}: {documents}: {tokens} in {plural(len(shards), 'shard')}")
+    for line in [*lines, f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}"]:
+        print(printable(line.replace("\n", " ")))
 
 
 def verify(config: PrepareConfig):
-    """Read every shard again and compare it with the manifest; ValueError if one is amiss."""
-    manifest, num_damaged = read_manifest(config.folder), 0
-    entries = manifest["train"]["shards"] + manifest["val"]["shards"]
-    for entry in entries:
-        verdict = "good"
-        try:
-            check_shard(config.folder, entry)
-        except (OSError, ValueError) as error:
-            num_damaged, verdict = num_damaged + 1, error
-        print(f"{entry['name']}: {shown(verdict)}")
-    if not entries:
-        raise ValueError(f"{config.folder / MANIFEST} is missing: name a folder prepared here")
+    """Read every shard again. Raise UserError if one is not what it was when it was written."""
+    manifest = read_manifest(config.folder)
+    num_damaged = 0
+    for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
+        path = config.folder / entry["name"]
+        is_good = path.is_file() and sha256_of(path) == entry["sha256"]
+        num_damaged += not is_good
+        print(printable(f"{entry['name']}: {'good' if is_good else 'DAMAGED'}"))
     if num_damaged:
-        which = f"{num_damaged} of the {len(entries)} shards that {config.folder / MANIFEST} names"
-        raise ValueError(f"{which} are damaged: move them away, and prepare or download them again")
+        cure = "remove them and repeat the download, or remove the folder and prepare it again"
+        raise UserError(f"{num_damaged} shards of {config.folder} are damaged or missing: {cure}")
 
 
-def check_download(sha256: str | None, path: Path):
-    """ValueError if path is no shard, or not the one that was fetched at first."""
-    open_shard(path)
-    if sha256 and sha256 != (found := sha256_of(path)):
-        raise ValueError(f"it has changed: SHA-256 {found}, at the first fetch {sha256}")
+def fetch(repository: str, name: str, folder: Path) -> Path:
+    """Download a file of a data set on the hub into folder/.download, or what is missing of it, and
+    return where it is. HF_ENDPOINT names a mirror."""
+    from huggingface_hub import hf_hub_download
+
+    where = folder / ".download"
+    try:
+        return Path(hf_hub_download(repository, name, repo_type="dataset", local_dir=where))
+    except Exception as error:  # of the library, of httpx, of its own helpers
+        if getattr(error, "errno", None) in DISK_ERRNOS:
+            raise
+        raise UserError(f"{repository}/{name}: {error}; the same command goes on") from error
 
 
 def download(config: PrepareConfig):
-    """Fetch those shards of a published corpus that config.folder does not have yet."""
-    repository, stem, _ = CORPORA[config.download]
-    address = config.mirror or f"https://huggingface.co/datasets/{repository}/resolve/main"
-    address = address.rstrip("/")
-    names = [("val", f"{stem}_val_000000.bin")]
-    names += [("train", f"{stem}_train_{n:06d}.bin") for n in range(1, config.shards + 1)]
-    num_new = 0
-    with working_in(config.folder):
-        manifest, tokenizer = read_manifest(config.folder), {"name": "gpt2"}
-        if manifest.setdefault("tokenizer", tokenizer) != tokenizer:
-            raise FileExistsError(f"--data-dir {config.folder} holds prepared text; name another")
-        for entry in manifest["val"]["shards"] + manifest["train"]["shards"]:
-            if not entry["name"].startswith(f"{stem}_"):
-                why = f"--data-dir {config.folder} holds {entry['name']}; name another"
-                raise FileExistsError(why)
-        for split, name in names:
-            path, shards = config.folder / name, manifest[split]["shards"]
-            known = next((shard for shard in shards if shard["name"] == name), {})
-            num_new += not (known and path.exists())
-            if not path.exists():
-                fetch(f"{address}/{name}", path, partial(check_download, known.get("sha256")))
-            if not known:
-                shards.append(describe(open_shard(path)) | {"sha256": sha256_of(path)})
-                manifest[split]["tokens"] = sum(shard["tokens"] for shard in shards)
-                save_manifest(config.folder, manifest)
-    report(config.folder, inputs.Tally(), is_complete=not num_new)
+    """Fetch those shards of a published data set that config.folder does not have yet."""
+    repository, stem = DATASETS[config.download]
+    folder = config.folder
+    manifest = {"tokenizer": {"name": "gpt2"}, "train": {"shards": []}, "val": {"shards": []}}
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+    for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
+        if not entry["name"].startswith(f"{stem}_"):
+            raise UserError(f"--data-dir {folder} holds {entry['name']}: name another")
+    for number in range(config.shards + 1):
+        split = "train" if number else "val"
+        name = f"{stem}_{split}_{number:06d}.bin"
+        entries = {entry["name"]: entry for entry in manifest[split]["shards"]}
+        if name in entries and (folder / name).exists():
+            continue
+        path = fetch(repository, name, folder)
+        try:
+            shard = replace(open_shard(path), max_id=VOCAB_SIZES["gpt2"] - 1)
+            entries[name] = describe(path, shard.read(0, shard.num_tokens), shard.max_id)
+        except ShardError:
+            path.unlink()  # so that it is fetched again
+            raise
+        with open(path, "r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(path, folder / name)
+        sync(folder)
+        manifest[split]["shards"] = [entries[name] for name in sorted(entries)]
+        save_manifest(folder, manifest)
+    report(folder, [])
 
 
-def shown(text) -> str:
-    """Text on one line, what a terminal can't show escaped."""
-    words = " ".join(str(text)[:1000].split())
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
+def download_questions(config: PrepareConfig):
+    """Fetch HellaSwag's validation split, and write it as JSON lines."""
+    import pyarrow.parquet
 
-
-def complain(why: str):
-    print("prepare_data.py:", shown(why), file=sys.stderr)
+    path = fetch("Rowan/hellaswag", "data/validation-00000-of-00001.parquet", config.folder)
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        path.unlink()
+        raise UserError(f"{path} is no whole parquet file: {error}") from error
+    target = config.folder / "hellaswag_val.jsonl"
+    with whole_file(target) as file:
+        file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+    print(f"ready: python train_gpt2.py --hellaswag {shlex.quote(str(target))}")
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code: 0, 2, 6 or 130."""
     if hasattr(sys.stdout, "reconfigure"):  # a folder's name may be what a terminal can't show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         config = parse_args(sys.argv[1:] if argv is None else argv)
-        run = verify if config.verify else download if config.download else prepare
-        (prepare_questions if config.multiple_choice else run)(config)
+        if config.verify:
+            verify(config)
+        elif config.download:
+            config.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(config.folder / ".lock", timeout=0):
+                (download_questions if config.download == "hellaswag" else download)(config)
+            shutil.rmtree(config.folder / ".download", ignore_errors=True)
+        else:
+            prepare(config)
+        return 0
     except KeyboardInterrupt:
-        complain("stopped; the same command goes on")
-        return 130
-    except (OSError, ValueError, LookupError, ImportError, BrokenExecutor) as error:
-        numbers = {getattr(e, "errno", None) for e in (error, error.__cause__)}
-        if numbers.isdisjoint(DISK_ERRORS):
-            complain(f"error: {error}")
-            return 2
-        complain(f"error: {error}: see to the disk; the same command goes on")
-        return 6
-    return 0
+        reason, code = "stopped; the same command goes on", INTERRUPTED
+    except ImportError as error:
+        reason, code = f"error: {error.name} is missing: pip install {error.name}", 2
+    except Timeout as error:
+        reason, code = f"error: another process writes into {Path(error.lock_file).parent}", 2
+    except (UserError, ShardError, OSError, BrokenExecutor) as error:
+        reason, code = f"error: {error}", UserError.exit_code
+        if getattr(error, "errno", None) in DISK_ERRNOS:
+            reason, code = f"error: {error}; the same command goes on", DiskError.exit_code
+    print("prepare_data.py:", printable(" ".join(reason.split())), file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -2,605 +2,1125 @@
 python train_gpt2.py                                             # one GPU, or none
 torchrun --standalone --nproc_per_node=8 train_gpt2.py           # eight GPUs
 python train_gpt2.py --data-dir data/mine --out-dir out/mine --resume
-python train_gpt2.py --resume --sample-only --prompt "def "      # or --eval-only, or --export DIR
+python train_gpt2.py --out-dir out/mine --sample-only --prompt "def "      # or --eval-only
 """
 
 import os
 import signal
-
-__launcher__ = os.getppid()  # before torch is imported, which takes longer than torchrun may live
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends an import without a traceback
-
-import math
 import sys
+
+# With -P or PYTHONSAFEPATH=1 Python does not search the script's folder.
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+# How long OpenMP's threads wait actively for each other, read when torch is imported. By default
+# it is so long (300,000 turns) that beside other programs they take the cores from those that they
+# wait for: with four busy programs on two cores a step of nano took 2,100 ms, and so 380.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+from support.errors import end_with_torchrun
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
+    end_with_torchrun()
+
+import codecs
+import math
+import shlex
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dataloader import ShardLoader
-from model import GPT, SHAPES, GPTConfig
-from support import corpus, device, evaluate, folder, guard, log, ranks, report, text, weights
-from support.checkpoint import checkpoints, newest_checkpoint
-from support.corpus import TokenFolder
-from support.flags import check_flags, flag, groups, known, make_parser, parse, spell, up_to
-from support.optimizer import Optimizer
+from dataloader import VOCAB_SIZES, ShardError, ShardLoader
+from model import GPT, SHAPES, Computation, GPTConfig
+from support import checkpoint, corpus, device, errors, evaluate, logger
+from support.cli import KEEP, ONCE, ROUNDS, check_limits, flag, parse, spell, typed_as
+from support.distributed import World, check_ranks_agree, find_world, gradient_sync, process_group
+from support.errors import UserError
+from support.files import whole_file
+from support.muon import MuonAdamW
+from support.pretrained import Pretrained, load_weights, read
 from support.questions import Example, open_examples
-from support.ranks import World
 from support.synonyms import SYNONYMS
-from support.watch import Watcher, due
-from support.weights import Source
+from support.tokenizer import as_json, load_tokenizer, token_lengths
 
-# ---- Flags, each declared once, with type, default and help. The story begins with main, below
-SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")
+# ---- Flags: each is declared once, here. Start reading at main, at the end ------------------
+
+SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")  # in the lecture's order
+UP_TO = ("none", *SPEED_UPS, "all")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. The defaults are GPT-2 124M's; RECIPES hold what differs for the other models."""
+    """One run. The defaults are GPT-2 124M's; RECIPES hold what differs for the other models.
+    on_resume says what a resumed run may do. KEEP: it must not change the flag. ROUNDS: it may, and
+    then the last bits of the result may change. FREE (the default): it may. ONCE: the flag is for
+    one command, not for the run."""
 
-    model: str = flag("gpt2", "recipe; nano where there is no GPU", choices=SHAPES, group="run")
-    out_dir: str = flag("", "folder of the run; none: the next free out/001, out/002, ...")
-    resume: bool = flag(False, "go on from the run's newest good checkpoint, or start it")
-    init_from: str = flag("", "weights to begin with: a folder, checkpoint, or name on the HF hub")
-    seed: int = flag(1337, "of the initial weights, the data's order, and samples", 0, 2**64 - 1)
-    save_every: int = flag(250, "steps between checkpoints; 0: only at the end", 0)
-    keep: int = flag(2, "good checkpoints to keep, and the one with the best validation", 2)
-    device: str = flag("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
-    timeout_s: int = flag(900, "seconds without any progress after which a run ends; 0: never", 0)
-    deterministic: bool = flag(False, "the same bits each time on a GPU too, more slowly")
+    model: str = flag("gpt2", "recipe", choices=SHAPES, on_resume=KEEP, group="run")
+    out_dir: str = flag("", "folder of the run (default: next free out/NNN)", on_resume=ONCE)
+    resume: bool = flag(
+        False, "continue from the run's newest good checkpoint, or start it", on_resume=ONCE
+    )
+    init_from: str = flag("", "initial weights: folder, file or name on the hub", on_resume=KEEP)
+    seed: int = flag(1337, "seed of the weights, the data order and samples", min=0, on_resume=KEEP)
+    save_every: int = flag(250, "steps between checkpoints; 0: only before evaluations", min=0)
+    keep: int = flag(2, "keep the newest N checkpoints, plus the best one", min=1)
+    device: str = flag("auto", "where to train", choices=DEVICES, on_resume=ONCE)
+    deterministic: bool = flag(False, "bit-for-bit on GPUs too (slower)", on_resume=ROUNDS)
 
-    data_dir: str = flag("", "folder of token shards; none: Python's own source", group="data")
-    shuffle: bool = flag(True, "a new order of the sequences in each epoch, not the disk's")
-    seq_len: int = flag(1024, "tokens per sequence", 1)
-    batch_tokens: int = flag(524_288, "tokens per optimizer step, over all ranks", 1)
-    eval_tokens: int = flag(10_485_760, "validation tokens, at most all; 0: none", 0, 2**63 - 1)
+    # Without --data-dir it trains on the source of Python's own standard library: no download.
+    data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
+    shuffle: bool = flag(True, "a new order of the sequences in each epoch", on_resume=KEEP)
+    seq_len: int = flag(1024, "tokens per sequence", min=1, on_resume=KEEP)
+    # 2**19: GPT-3's half a million for this size, and a power of two for the GPU (the lecture's).
+    batch_tokens: int = flag(524_288, "tokens per optimizer step, over all ranks", min=1)
+    # 20 batches: the published curve of build-nanogpt is over as many tokens.
+    eval_tokens: int = flag(
+        10_485_760, "validation tokens, capped at the whole split; 0: none", min=0
+    )
 
-    n_layer: int = flag(12, "transformer blocks", 1, group="network")
-    n_head: int = flag(12, "attention heads per block", 1)
-    n_embd: int = flag(768, "channels of the residual stream", 1)
-    dropout: float = flag(0.0, "share of the activations left out in training", 0, 0.99)
+    n_layer: int = flag(12, "transformer blocks", min=1, on_resume=KEEP, group="network")
+    n_head: int = flag(12, "attention heads per block", min=1, on_resume=KEEP)
+    n_embd: int = flag(768, "channels of the residual stream", min=1, on_resume=KEEP)
+    dropout: float = flag(0.0, "probability of zeroing an activation", min=0, max=0.99)
 
-    steps: int = flag(50, "optimizer steps", 1, group="optimization")
-    warmup_steps: int = flag(715, "steps of linear warm-up, by default at most steps / 5", 0)
-    learning_rate: float = flag(6e-4, "peak learning rate", 0)
+    # 50 steps are the lecture's. One pass over 10 billion tokens is 19,073 steps.
+    steps: int = flag(50, "optimizer steps", min=1, group="optimization")
+    # 375 million tokens, as GPT-3 had.
+    warmup_steps: int = flag(715, "steps of linear warm-up, by default at most steps / 5", min=0)
+    learning_rate: float = flag(6e-4, "peak learning rate", min=0)
     cosine: bool = flag(True, "decay the learning rate along a cosine")
-    decay_to: float = flag(0.1, "end of the cosine, as a share of the peak", 0, 1, needs="cosine")
-    weight_decay: float = flag(0.1, "decay of the matrices; biases and layer norms have none", 0)
-    grad_clip: float = flag(1.0, "largest norm of the gradient; 0: no limit", 0)
-    muon: bool = flag(False, "the blocks' matrices by Muon, all others by AdamW")
+    decay_to: float = flag(0.1, "final rate, as a fraction of the peak", min=0, max=1)
+    weight_decay: float = flag(0.1, "weight decay, of matrices and embeddings", min=0)
+    grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off", min=0)
+    muon: bool = flag(False, "Muon for the blocks' matrices, AdamW for the rest", on_resume=KEEP)
 
-    eval_every: int = flag(250, "steps between evaluations; 0: at both ends", 0, group="watching")
-    log_every: int = flag(1, "steps between lines of the terminal; log.jsonl has every step", 1)
-    hellaswag: str = flag("", "multiple-choice questions, written by prepare_data.py or llm.c")
+    eval_every: int = flag(250, "steps between evaluations; 0: at both ends", min=0, group="logs")
+    log_every: int = flag(1, "steps between lines on the terminal; log.jsonl has all", min=1)
+    hellaswag: str = flag("", "multiple-choice questions to answer at each evaluation")
     tensorboard: bool = flag(False, "write the log for TensorBoard too")
     wandb: bool = flag(False, "write the log for Weights & Biases too")
 
-    num_samples: int = flag(1, "samples each time; 0: none", 0, group="samples")
-    sample_tokens: int = flag(200, "tokens of a sample; 0: no samples", 0)
-    prompt: str = flag("", "how a sample begins; none: as a document does")
-    temperature: float = flag(0.8, "above 1 samples are bolder, below tamer, at 0 greedy", 0)
-    top_k: int = flag(50, "draw among so many likeliest tokens; 0: all", 0)
+    # Samples use their own random numbers, so they never change a run.
+    num_samples: int = flag(1, "samples at each evaluation; 0: none", min=0, group="samples")
+    sample_tokens: int = flag(200, "tokens of a sample", min=1)
+    prompt: str = flag("", "text to continue (default: the start of a document)")
+    temperature: float = flag(0.8, "sampling temperature; 0: greedy", min=0)
+    top_k: int = flag(50, "draw among the k likeliest tokens; 0: among all", min=0)
 
-    speed_ups: str = flag("all", "those up to this one alone, as the lecture adds them",
-                          choices=("none", *SPEED_UPS, "all"), group="speed-ups")  # fmt: skip
-    tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores")
-    bf16: bool = flag(True, "speed-up 2: bfloat16 in the forward pass where it is safe (autocast)")
-    compile: bool = flag(True, "speed-up 3: torch.compile")
-    flash: bool = flag(True, "speed-up 4: attention in one fused kernel")
-    pad_vocab: bool = flag(True, "speed-up 5: an embedding of 50,304 rows instead of 50,257")
-    fused: bool = flag(True, "speed-up 6: AdamW in one kernel")
-    bf16_residual: bool = flag(False, "the residual stream in bfloat16 too", needs="bf16")
-    fp16: bool = flag(False, "float16 and a gradient scaler, for GPUs without bfloat16")
+    # All are on, except those that make this device slower: see device.speed_ups_off.
+    speed_ups: str = flag("all", "turn on those up to this one", choices=UP_TO, group="speed-ups")
+    tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores", on_resume=ROUNDS)
+    bf16: bool = flag(True, "speed-up 2: bfloat16 where it is safe (autocast)", on_resume=ROUNDS)
+    compile: bool = flag(True, "speed-up 3: torch.compile", on_resume=ROUNDS)
+    flash: bool = flag(True, "speed-up 4: attention in one fused kernel", on_resume=ROUNDS)
+    # The only speed-up that must be as it was: it changes the sizes of the optimizer's state.
+    pad_vocab: bool = flag(True, "speed-up 5: 50,304 embedding rows, not 50,257", on_resume=KEEP)
+    fused: bool = flag(True, "speed-up 6: AdamW in one kernel", on_resume=ROUNDS)
+    # By the code that is generated for an H100 it saves a quarter of the memory traffic. What that
+    # brings is not measured yet.
+    bf16_residual: bool = flag(False, "the residual stream in bfloat16 too", on_resume=ROUNDS)
+    fp16: bool = flag(False, "float16, for GPUs without bfloat16", on_resume=ROUNDS)
 
-    micro_batch_size: int = flag(0, "sequences per rank and pass; 0: what fits", 0, group="memory")
-    recompute: bool = flag(False, "less memory: the backward pass computes each block again")
-    loss_chunk_tokens: int = flag(0, "less memory: tokens at a time in the loss; 0: all", 0)
+    # With --recompute --loss-chunk-tokens 1024, 32 sequences of 124M fit in 8 GB instead of 4.
+    recompute: bool = flag(
+        False, "save memory: backward computes each block again", on_resume=ROUNDS, group="memory"
+    )
+    micro_batch_size: int = flag(0, "sequences per pass; 0: what fits", min=0, on_resume=ROUNDS)
+    loss_chunk_tokens: int = flag(0, "loss in chunks of N tokens", min=0, on_resume=ROUNDS)
 
-    eval_only: bool = flag(False, "validate the weights, train nothing", group="other modes")
-    sample_only: bool = flag(False, "sample from the weights, train nothing")
-    export: str = flag("", "new folder for the weights in Hugging Face's format, train nothing")
+    eval_only: bool = flag(
+        False, "evaluate weights, train nothing", group="other modes", on_resume=ONCE
+    )
+    sample_only: bool = flag(False, "sample from weights, train nothing", on_resume=ONCE)
 
     def __post_init__(self):
-        """ValueError, with the cure, if the flags are out of range or do not fit together."""
-        check_flags(self)
-        if self.prompt.encode(errors="replace").decode() != self.prompt:
-            raise ValueError(f"--prompt {self.prompt!r:.80} is not UTF-8: write it as UTF-8")
+        """Raise UserError, with the cure, if flags are out of range or do not fit together."""
+        check_limits(TrainConfig, vars(self))
         if 0 < self.warmup_steps >= self.steps:
-            more = f"--warmup-steps {self.warmup_steps} must be less than --steps {self.steps}"
-            raise ValueError(f"{more}: try --warmup-steps {self.steps // 5}")
-        own_shape = self.model != "nano" and not self.init_from
-        if own_shape and self.seq_len > (most := SHAPES[self.model].seq_len):
-            more = f"--seq-len {self.seq_len} is more than the {most} positions of {self.model}"
-            raise ValueError(f"{more}: try --seq-len {most}")
+            cure = f"try --warmup-steps {self.steps // 5}"
+            raise UserError(f"--warmup-steps must be below --steps {self.steps}: {cure}")
+        if self.n_embd % self.n_head:
+            # Named by the flag that people change, with the nearest value that works.
+            divisors = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - self.n_head))
+            cure = f"try --n-head {nearest}"
+            raise UserError(f"--n-head {self.n_head} must divide --n-embd {self.n_embd}: {cure}")
+        if self.prompt.encode(errors="replace").decode() != self.prompt:
+            raise UserError("--prompt is not UTF-8 text: type it anew")
         if self.bf16 and self.fp16:
-            raise ValueError("--bf16 and --fp16 are two types for the same: leave one out")
-        self.shape(vocab_size=1)  # raises if the heads do not divide the channels
+            raise UserError("--bf16 and --fp16 are two types for the same: leave one out")
+        if self.bf16_residual and not self.bf16:
+            raise UserError("--bf16-residual needs --bf16: add it, or leave it out")
 
     def shape(self, vocab_size: int) -> GPTConfig:
-        return GPTConfig(vocab_size, **{name: getattr(self, name) for name in SHAPE_FLAGS})
+        # Each field of GPTConfig must be a flag: one that is forgotten fails here, at the start.
+        names = [f.name for f in fields(GPTConfig) if f.name != "vocab_size"]
+        return GPTConfig(vocab_size, **{name: getattr(self, name) for name in names})
 
-    def num_micro(self, num_ranks: int) -> int:
-        """Micro-batches of each rank in a step; ValueError if that is not a whole number."""
-        B = max(1, self.micro_batch_size)
-        return ranks.num_micro(self.batch_tokens, B, self.seq_len, num_ranks)
+    def computation(self) -> Computation:
+        return Computation(**{f.name: getattr(self, f.name) for f in fields(Computation)})
+
+    def num_micro_batches(self, num_ranks: int) -> int:
+        """Return the forward and backward passes of each rank in a step. Raise UserError if the
+        batch is not a multiple of what all ranks take in one pass."""
+        B = max(1, self.micro_batch_size)  # 0 until it is known what fits: then one must work
+        tokens_per_pass = B * self.seq_len * num_ranks
+        count, rest = divmod(self.batch_tokens, tokens_per_pass)
+        if rest:
+            nearest = max(1, count) * tokens_per_pass
+            raise UserError(
+                f"--batch-tokens {self.batch_tokens} is not a multiple of {tokens_per_pass} ="
+                f" --micro-batch-size {B} * --seq-len {self.seq_len} * {num_ranks} ranks:"
+                f" try --batch-tokens {nearest}"
+            )
+        return count
 
 
-SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd", "pad_vocab")
-NETWORK_FLAGS = ("flash", "seed", "dropout", "bf16_residual", "recompute", "loss_chunk_tokens")
-SAMPLE_FLAGS = ("prompt", "sample_tokens", "temperature", "top_k")
-RATE_FLAGS = ("steps", "warmup_steps", "learning_rate", "cosine", "decay_to")
-GROUPS = groups(TrainConfig)
-# A resumed run keeps FIXED. It may change all others, and tells which: of ROUNDING that they change
-# its last bits, but nothing of UNSEEN, which change none of its numbers
-FIXED = ("model", "seed", "shuffle", "muon", *SHAPE_FLAGS)
-ROUNDING = {*GROUPS["speed-ups"], *GROUPS["memory"], "deterministic"}
-ROUNDING -= {"speed_ups", "pad_vocab"}
-UNSEEN = {"data_dir", "speed_ups", *GROUPS["run"], *GROUPS["watching"],
-          *GROUPS["samples"], *GROUPS["other modes"]} - {*FIXED, *ROUNDING}  # fmt: skip
-ONCE = {"out_dir", "resume", "device", "speed_ups", *GROUPS["other modes"]}
-RECIPES = {  # GPT's learning rates and batches: Brown et al. 2020, table 2.1; nano's: measured
+# Learning rates and batches of the GPT-2 sizes: Brown et al. 2020 (GPT-3), table 2.1. nano's were
+# measured, by the validation loss after its 1,200 steps.
+RECIPES: dict[str, dict] = {
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
     "gpt2-large": {"learning_rate": 2.5e-4},
     "gpt2-xl": {"learning_rate": 2e-4, "batch_tokens": 1_048_576},
-    "nano": {"learning_rate": 8e-3, "batch_tokens": 2048, "steps": 1200, "warmup_steps": 50}
-    | {"muon": True, "eval_every": 600, "eval_tokens": 262_144},
+    "nano": {
+        "learning_rate": 8e-3,
+        "batch_tokens": 2048,
+        "steps": 1200,
+        "warmup_steps": 50,
+        "muon": True,
+        "eval_every": 600,
+        "eval_tokens": 262_144,
+    },
 }
-RECIPES = {model: own | {name: getattr(SHAPES[model], name) for name in SHAPE_FLAGS}
-           for model, own in RECIPES.items()}  # fmt: skip
-UNSET = {f.name: f.default for f in fields(TrainConfig)}
-known_flags = partial(known, TrainConfig, warmup_steps=0)  # those in another run's record
-read_flags = partial(parse, make_parser(TrainConfig, __doc__ or "", RECIPES, SYNONYMS))
+SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd")
+for _model, _recipe in RECIPES.items():
+    _recipe.update({name: getattr(SHAPES[_model], name) for name in SHAPE_FLAGS})
+# A small rate and batch, since the weights are good already: nanoGPT's
+# values for finetuning.
+FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
 
 
-def parse_args(
-    argv: list[str], device_type: str, is_main: bool = True
-) -> tuple[TrainConfig, set[str], Source | None]:
-    """The run that a command line asks for, the names of the flags that it gives, and the weights
-    that it begins with."""
-    typed = read_flags(argv)
-    for name in ("data_dir", "out_dir", "init_from", "hellaswag", "export"):
-        if typed.get(name) == "":
-            raise ValueError(f"{spell(name)} is empty: name one, or leave it out")
-    given = up_to(typed.get("speed_ups", "all"), SPEED_UPS) | typed
-    if typed.get("resume") and not any(map(typed.get, ("eval_only", "sample_only", "export"))):
-        out_dir = folder.choose_out_dir(typed.get("out_dir", ""), resume=True)
-        own, told = report.goes_on_with(out_dir, given, known_flags, ONCE)
-        if told and is_main:
-            log.show(told)
-        given = own | given
-    source = weights.find_source(given, typed, partial(guard.fail, 7, is_main=is_main), known_flags)
-    model = given.get("model", "gpt2" if device_type == "cuda" or source else "nano")
-    values = {"model": model} | RECIPES[model]
-    if source:  # nanoGPT's values for finetuning
-        own = {name: getattr(source.shape, name) for name in SHAPE_FLAGS if name != "pad_vocab"}
-        values |= own | {"model": source.flags.get("model", "gpt2")}
-        values |= {"learning_rate": 3e-5, "batch_tokens": 32_768}
-    if device_type != "cuda" and model != "nano":
-        values["eval_tokens"] = 8192  # half a minute of a CPU, not hours
-    if "data_dir" not in given and not source:
-        values["prompt"] = "def "  # Python's own source
-    steps = given.get("steps", values.get("steps", TrainConfig.steps))
-    values["warmup_steps"] = min(values.get("warmup_steps", TrainConfig.warmup_steps), steps // 5)
-    values["bf16"] = not given.get("fp16")
-    return TrainConfig(**values | given), set(given), source
+def read_flags(argv: list[str]) -> dict:
+    """Return the flags that a command line gives, by name."""
+    typed = parse(TrainConfig, __doc__ or "", RECIPES, SYNONYMS, argv)
+    for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
+        if typed.get(name) == "":  # an unset variable of the user's shell script, say
+            raise UserError(f"{spell(name)} is empty: name one, or leave it out")
+    return typed
 
 
-# ---- Speed-ups 1, 2, 3 and DDP; 4 and 5 are in model.py, 6 is in make_optimizer
+def resolve(
+    typed: dict, state: dict | None, source: Pretrained | None, on: torch.device
+) -> tuple[TrainConfig, dict[str, str]]:
+    """Return the flags of the run, and why some speed-ups are off, by name. source is the weights
+    that the run begins with, and state what else a resumed run has saved."""
+    # What somebody has asked for, now or when the run was started. It wins over everything else, or
+    # is refused.
+    saved = flags_of_run(state)
+    saved = up_to(saved.get("speed_ups", "all")) | saved
+    explicit = saved | up_to(typed.get("speed_ups", "all")) | typed
+    from_weights = flags_of_weights(source, explicit)
+    default_model = {"model": "gpt2" if on.type == "cuda" else "nano"}
+    model = (default_model | from_weights | explicit)["model"]
+    recipe = {"model": model} | RECIPES[model]
+    seq_len = (recipe | from_weights | explicit)["seq_len"]
+    off = device.speed_ups_off(on, model, seq_len, explicit)
+    from_device = flags_of_device(on, model, off, explicit)
+
+    # Each layer overrides those before it. Below them all are the defaults of TrainConfig.
+    flags = recipe | from_weights | from_device | explicit
+    if "warmup_steps" not in explicit:
+        # A short run could not warm up for 715 steps. A fifth of it is the lecture's 10 of 50.
+        steps = flags.get("steps", TrainConfig.steps)
+        flags["warmup_steps"] = min(flags.get("warmup_steps", TrainConfig.warmup_steps), steps // 5)
+    return TrainConfig(**flags), {name: why.reason for name, why in off.items()}
 
 
-def autocast(config: TrainConfig, device: torch.device):
-    dtype = torch.float16 if config.fp16 else torch.bfloat16  # speed-up 2
-    return torch.autocast(device.type, dtype, enabled=config.bf16 or config.fp16)
+def flags_of_run(state: dict | None) -> dict:
+    """Return the flags that a saved run was given, and those that must stay as they were."""
+    if state is None:
+        return {}
+    flags = {}
+    # From the checkpoint, never from log.jsonl: a damaged log must not change a run.
+    for f in fields(TrainConfig):
+        if f.metadata["on_resume"] == KEEP:
+            flags[f.name] = state["config"].get(f.name, f.default)
+        if f.name in state["typed"]:
+            flags[f.name] = state["typed"][f.name]
+    return flags
+
+
+def up_to(speed_up: str) -> dict[str, bool]:
+    """Return the speed-ups that --speed-ups turns on and off; none for "all"."""
+    if speed_up == "all":
+        return {}
+    names = [name.replace("-", "_") for name in SPEED_UPS]
+    num_on = UP_TO.index(speed_up)
+    flags = dict.fromkeys(names[num_on:], False)
+    if num_on:
+        # Those before it stay on where the device has them. The one that is named must be had.
+        flags[names[num_on - 1]] = True
+    return flags
+
+
+def flags_of_weights(source: Pretrained | None, explicit: dict) -> dict:
+    """Return the flags that the weights decide. Raise UserError if a given one disagrees."""
+    if source is None:
+        return {}
+    flags = asdict(source.shape)
+    del flags["vocab_size"], flags["pad_vocab"]
+    # The name of the model stands for its recipe, which knows nothing of other shapes.
+    flags["model"] = "gpt2"
+    for name, shape in SHAPES.items():
+        if all(getattr(shape, key) == flags[key] for key in ("n_layer", "n_head", "n_embd")):
+            flags["model"] = name
+    for name, value in flags.items():
+        given = explicit.get(name, value)
+        if name == "model" or (name == "seq_len" and given < value):
+            continue  # another recipe, or the first positions of the weights
+        if given != value:
+            raise UserError(f"{typed_as(name, given)}: {source.path} has {value}: leave it out")
+    return flags | FINETUNE if explicit.get("init_from") else flags
+
+
+def flags_of_device(on: torch.device, model: str, off: dict, explicit: dict) -> dict:
+    """Return the flags that this device has other defaults for."""
+    flags = dict.fromkeys(off, False)
+    if explicit.get("fp16"):
+        flags["bf16"] = False
+    elif on.type == "cuda" and "bf16" in off:
+        flags["fp16"] = True  # a T4 or V100 has float16 in hardware
+    if on.type != "cuda" and model != "nano":
+        flags["eval_tokens"] = 8192  # half a minute of a CPU, not hours
+    if not explicit.get("data_dir") and not explicit.get("init_from"):
+        flags["prompt"] = "def "  # the data is Python's own source
+    return flags
+
+
+# ---- Speed-ups 1, 2, 3 and DDP; 4 and 5 are in model.py, 6 is in make_optimizer ------------------
+
+
+def autocast(config: TrainConfig, on: torch.device):
+    """Speed-up 2: matrix products and attention in 16 bits; sums, norms and the loss in 32."""
+    return torch.autocast(on.type, dtype_of(config), enabled=config.bf16 or config.fp16)
+
+
+def dtype_of(config: TrainConfig) -> torch.dtype:
+    if config.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.bf16 else torch.float32
 
 
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """The same parameters behind torch.compile and DDP; model stays plain: saved and sampled."""
+    """Return the same parameters behind torch.compile and DDP. model itself stays plain. It is what
+    is saved, loaded and sampled: so no checkpoint has `_orig_mod.` or `module.` in its names, and
+    odd shapes do not compile anew."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
-    # compiled code for a CPU adds up in an order that varies
-    device.set_determinism(config.deterministic or world.device.type == "cpu", config.compile)
-    device.set_allocator(world.device, keep=not config.recompute)
+    is_cpu = world.device.type == "cpu"
+    # Code compiled for a CPU adds up in an order that varies, unless it must be deterministic.
+    device.set_determinism(config.deterministic or is_cpu, config.compile)
+    if is_cpu:
+        device.set_allocator(keep_freed=not config.recompute)
+    # Every training batch has one shape, so nothing is gained by code for all shapes.
     net = torch.compile(model, dynamic=False) if config.compile else model  # speed-up 3
+    # Gradients as views into DDP's buckets: no second copy of them in memory.
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
-# ---- One step: the optimizer, its learning rate, and what leads to an update
+# ---- The optimizer and its learning rate ---------------------------------------------------------
 
 
-def make_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
-    """AdamW as GPT-3 set it (Brown et al. 2020, appendix B); with --muon not for the matrices."""
+def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW as GPT-3 set it (Brown et al. 2020, appendix B); with --muon, Muon updates the
+    blocks' matrices instead."""
+    # Decay pulls weights to 0. A layer norm's gain belongs near 1, and biases are few.
     decayed, others = model.decay_groups()
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others}]
-    options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.0}
-    options |= {"fused": config.fused or None}  # speed-up 6; without it torch picks its second best
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    # Speed-up 6. Without it None, not False: torch then picks its second best implementation.
+    options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": config.fused or None}
     if config.muon:
-        options |= {"matrices": model.matrices(), "bf16": config.bf16}
-    return Optimizer(groups, **options)
+        return MuonAdamW(groups, model.matrices(), config.bf16, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine from learning_rate at warmup_steps to its share decay_to at
-    steps; step counts those already made, left-out ones included."""
+    """Return the rate for step index `step`: a linear warm-up, then a cosine from learning_rate at
+    warmup_steps down to decay_to of it at steps."""
     if step < config.warmup_steps:
+        # step + 1, so that the first step is not wasted on a rate of 0
         return config.learning_rate * (step + 1) / config.warmup_steps
     if not config.cosine:
         return config.learning_rate
     progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)  # 0 .. 1
-    share = config.decay_to + (1 - config.decay_to) * 0.5 * (1 + math.cos(math.pi * progress))
-    return config.learning_rate * share
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))  # 1 .. 0
+    return config.learning_rate * (config.decay_to + (1 - config.decay_to) * cosine)
 
 
-class StepResult(NamedTuple):
-    loss: float  # the mean before the update
-    norm: float  # of the gradient
-    must_stop: bool  # on some rank
-    notice: str  # a word if the update was left out
-
-
-def train_step(
-    state: folder.TrainState, net: nn.Module, config: TrainConfig, world: World, asked: Callable
-) -> StepResult:
-    """One optimizer step over batch_tokens, at whose end it is asked whether to stop.
-    FloatingPointError if loss or norm is not finite on some rank, unless float16 has overflowed."""
-    device, num_micro = world.device, config.num_micro(world.size)
-    if config.dropout:  # each step and rank its own random numbers: there is no state to save
-        key = np.random.SeedSequence([config.seed, state.step, world.rank])
-        torch.manual_seed(int(key.generate_state(1, np.uint64)[0]))
-    loss_sum, bad = torch.zeros((), device=device), torch.zeros(world.size, device=device)
-    for micro_step in range(num_micro):
-        world.note(f"micro-step {micro_step + 1}/{num_micro} of step {state.step + 1}")
-        batch = state.loader.next_batch()  # pinned for CUDA alone
-        x, y = (t.to(device, non_blocking=device.type == "cuda") for t in batch)
-        with ranks.gradient_sync(net, enabled=micro_step == num_micro - 1):
-            with autocast(config, device):
-                loss = net(x, y) / num_micro  # a mean of means: backward() adds gradients up
-            state.scaler.scale(loss).backward()
-        loss_sum += loss.detach()
-    state.scaler.unscale_(state.optimizer)
-    norm = nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip or math.inf)
-    bad[world.rank] = ~loss_sum.isfinite()
-    stop = torch.full((), float(asked()), device=device)
-    totals = world.sum([loss_sum, norm, stop, *bad])
-    apply_gradients(state, config, totals[:2].isfinite().all())
-    state.loader.read_ahead()
-    loss, norm, stop, *bad = totals.tolist()  # with --fused, here alone a step waits for the device
-    loss, norm, notice = loss / world.size, norm / world.size, ""
-    if not math.isfinite(loss + norm):
-        notice = state.leave_out(loss, norm, bad, num_micro)
-    state.step += 1
-    return StepResult(loss, norm, stop > 0 or (world.size == 1 and asked()), notice)
-
-
-def apply_gradients(state: folder.TrainState, config: TrainConfig, is_finite: Tensor):
-    """Update the weights if the step is finite, which the device itself decides where it can."""
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(state.step, config)
-    if config.fused and is_finite.device.type != "mps":  # its kernel leaves out an update where
-        state.optimizer.found_inf = 1 - is_finite.float()  # found_inf is 1, and nobody waits
-        state.optimizer.step()
-    elif is_finite:
-        state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
-    state.scaler.update()
-
-
-# ---- The loop
+# ---- One step ------------------------------------------------------------------------------------
 
 
 @dataclass
 class Run:
-    """What set_up has made, for train."""
+    """A run: first what stays, then what each step changes, which a checkpoint holds."""
 
     config: TrainConfig
+    typed: dict  # the flags that were typed, now or in the processes before
     world: World
-    data: TokenFolder
-    state: folder.TrainState
-    net: nn.Module
-    environment: dict
-    log: Callable
-    progress: log.Progress
-    saver: folder.Saver
-    watcher: Watcher
-    lock: list[IO]  # of out_dir, which the main rank holds
+    out_dir: Path
+    lock: checkpoint.RunLock  # keeps other runs out of out_dir
+    signals: errors.StopSignals
+    log: logger.Logger
+    environment: dict  # torch, processor, ranks, ...: what a result depends on besides the flags
+    data: corpus.TokenFolder
+    val_loader: ShardLoader
+    questions: list[Example]
+    net: nn.Module  # what the loop calls: model, compiled and in DDP
+
+    model: GPT  # the plain module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # does nothing without --fp16
+    loader: ShardLoader  # of the training data
+    step: int = 0  # steps made
+    losses: logger.LossHistory = field(default_factory=logger.LossHistory)
+    val_losses: dict[int, float] = field(default_factory=dict)  # by step
 
 
-def train(run: Run, signals: guard.Signals) -> int:
-    """Train to config.steps: each step is logged, then saved, validated and sampled if due. Returns
-    the exit code: 0, or 3 if it was stopped."""
-    config, state, world, saver = run.config, run.state, run.world, run.saver
-    asked, must_stop = lambda: bool(signals.times) or saver.has_failed, False
-    signals.save_first = True
-    run.watcher.catch_up()  # a stop waits for it and for one step: else some run would make none
-    while not must_stop and state.step < config.steps:
-        start = time.perf_counter()
-        result = train_step(state, run.net, config, world, asked)
-        seconds = time.perf_counter() - start
-        log_step(run, result, seconds)
-        if due(state.step, config.save_every, config.steps):
-            save(run, wait=state.step == config.steps)
-        must_stop = result.must_stop or run.watcher.watch(asked)
-    if must_stop:
-        save(run, wait=True)
-        run.log(report.stop_text(Path(config.out_dir), state.step, world.size), stopped=state.step)
-        return 3
-    run.log(report.end_text(Path(config.out_dir)) if world.is_main else "", done=state.step)
-    return 0
+class StepResult(NamedTuple):
+    loss: float  # mean over all tokens of the step, on all ranks, before the update
+    grad_norm: float  # before clipping
+    notice: str  # why there was no update; empty if there was one
+    stop: bool  # some rank was asked to stop: the same on every rank
+
+
+def train_step(run: Run) -> StepResult:
+    """Make one step: forward and backward over batch_tokens tokens, and one update. Raise
+    NumericalError on every rank, before any weight changes, if the loss or the gradient is not
+    finite."""
+    config, world, model = run.config, run.world, run.model
+    num_micro_batches = config.num_micro_batches(world.size)
+    if config.dropout:
+        # A function of (seed, step, rank), so there is no generator state to save and restore.
+        torch.manual_seed(random_seed(config.seed, run.step, world.rank))
+
+    loss_of_rank = torch.zeros((), device=world.device)
+    for i in logger.progress(range(num_micro_batches), f"step {run.step + 1}", world.is_main):
+        errors.reset_watchdog()
+        x, y = to_device(run.loader.next_batch(), world.device)
+        # DDP averages the gradients during backward. Only the last micro-batch needs that, and
+        # DDP decides in forward whether to: so both passes are inside.
+        with gradient_sync(run.net, enabled=i == num_micro_batches - 1):
+            with autocast(config, world.device):
+                # Divided here, because backward adds the gradients of all micro-batches up.
+                loss = run.net(x, y) / num_micro_batches
+            run.scaler.scale(loss).backward()
+        loss_of_rank += loss.detach()
+    run.loader.read_ahead()  # the disk works while the GPU does
+
+    run.scaler.unscale_(run.optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+
+    # Without a limit the norm is still computed, for the log: a jump in it announces a divergence.
+    # One small all-reduce carries everything that the ranks must agree on. An inf or nan survives
+    # a sum, so every rank sees those of all. tolist() is the one place where a step waits for the
+    # device.
+    # full, not tensor: that would copy the number from the CPU, and wait.
+    stop_vote = torch.full((), float(run.signals.received), device=world.device)
+    sums = world.sum(torch.stack([loss_of_rank, grad_norm.float(), stop_vote])).tolist()
+    mean_loss, mean_norm = sums[0] / world.size, sums[1] / world.size
+
+    notice = ""
+    if math.isfinite(mean_loss) and math.isfinite(mean_norm):
+        # Set before each step rather than by a scheduler, which would be one more state to save.
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(run.step, config)
+        run.scaler.step(run.optimizer)
+    elif config.fp16 and math.isfinite(mean_loss) and run.scaler.get_scale() > 1:
+        # Normal for a scaler: it starts too high, and tries higher scales again later.
+        notice = "not applied: the gradient overflows float16, so its scale is halved"
+    else:
+        raise_not_finite(run, mean_loss, mean_norm, float(loss_of_rank))
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)  # frees them: the next pass need not add to zeros
+    run.step += 1
+    return StepResult(mean_loss, mean_norm, notice, stop=sums[2] > 0)
+
+
+def random_seed(*numbers: int) -> int:
+    """Return a seed for torch that depends on all of these numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+def to_device(batch: tuple, on: torch.device) -> tuple:
+    # The loader pins memory for CUDA, which then copies it while it computes.
+    non_blocking = on.type == "cuda"
+    return tuple(tensor.to(on, non_blocking=non_blocking) for tensor in batch)
+
+
+def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: float):
+    config, world = run.config, run.world
+    # Every rank comes here, since all have seen the same sums. So they can still talk.
+    losses = world.gather(loss_of_rank)
+    ranks = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
+    end = run.loader.position
+    begin = end - config.batch_tokens // config.seq_len
+    world.raise_on_all(
+        errors.NumericalError(
+            f"step {run.step + 1} gave loss {loss} (not finite on rank"
+            f" {', '.join(ranks) or 'none'}) and gradient norm {grad_norm}, on sequences {begin:,}"
+            f" to {end - 1:,}: not applied, the weights are those of step {run.step}; try a"
+            f" --learning-rate below {config.learning_rate}"
+        )
+    )
+
+
+# ---- The loop ------------------------------------------------------------------------------------
+
+
+def train(run: Run) -> int:
+    """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
+    try:
+        return train_and_evaluate(run)
+    except KeyboardInterrupt:
+        # A signal outside of a step, as in a validation. If every step is saved, nothing is lost.
+        if run.signals.has_unsaved_steps or not run.signals.has_saved:
+            raise
+        return stop(run)
+
+
+def train_and_evaluate(run: Run) -> int:
+    config = run.config
+    if run.step == 0:
+        save(run)  # a network that can't be saved and read fails here, not after hours
+    # Before the first step: the loss must be near ln(vocab_size), or something is wrong. After a
+    # resume: the process before this one may have died in an evaluation, so it is made again.
+    evaluate_if_due(run)
+    while run.step < config.steps:
+        # From here on a signal waits for the step, and for the save that follows.
+        run.signals.has_unsaved_steps = True
+        started = time.perf_counter()
+        result = train_step(run)
+        log_step(run, result, time.perf_counter() - started)
+
+        # Save before evaluating: whatever fails or is killed below costs no step. And so the
+        # checkpoint with the best validation is always on the disk.
+        save_due = is_due(run.step, config.save_every, config.steps)
+        if result.stop or save_due or is_due(run.step, config.eval_every, config.steps):
+            save(run)
+            # Asked again, since a signal may have come during the save.
+            if any(run.world.gather(run.signals.received)):
+                return stop(run)
+        evaluate_if_due(run)
+    finish(run)
+    return errors.DONE
+
+
+def is_due(step: int, every: int, last_step: int) -> bool:
+    """Return whether something that is done every so many steps, and after the last one, is due."""
+    return step == last_step or (every > 0 and step % every == 0)
 
 
 def log_step(run: Run, result: StepResult, seconds: float):
-    lr = learning_rate(run.state.step - 1, run.config)
-    run.progress.step(run.state.step, result.loss, result.norm, lr, seconds, result.notice)
+    """Log the figures of a step. The clock covers the step alone, not saves or evaluations."""
+    config, log, step = run.config, run.log, run.step
+    rate = learning_rate(step - 1, config)
+    tokens_per_s = config.batch_tokens / seconds
+    tflops = tokens_per_s * run.model.flops_per_token() / run.world.size / 1e12
+    # Of what this device reaches in matrix products alone: a yardstick for cards, and CPUs, whose
+    # data sheet is not known.
+    matmul_share = tflops / run.environment["matmul_tflops"]
+    record = {
+        "step": step,
+        "loss": result.loss,
+        # JSON has no inf, which a step that overflows float16 has.
+        "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+        "learning_rate": rate,
+        "ms": 1000 * seconds,
+        "tokens_per_s": tokens_per_s,
+        "tflops": tflops,
+        "matmul_share": matmul_share,
+        "peak_mib": device.peak_memory_mib(run.world.device),
+    }
+    text = (
+        f"step {step}/{config.steps} | loss {result.loss:.4f} | lr {rate:.2e} |"
+        f" norm {result.grad_norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s |"
+        f" {matmul_share:.0%} of matmul"
+    )
+    peak = device.peak_tflops(run.environment["device_name"])
+    if peak:
+        record["mfu"] = tflops / peak
+        text += f", {tflops / peak:.0%} MFU"
+    text += f" | {log.time_left(seconds, config.steps - step)} left"
+    if result.notice:
+        record["notice"] = result.notice
+        text += f" | {result.notice}"
+    log.record(**record)
+    # The first line of a process always comes: it says that all is well, and how long it will take.
+    is_first = len(log.recent_seconds) == 1
+    if is_first or result.notice or step % config.log_every == 0 or step == config.steps:
+        log.print(text)
+    run.losses.add(result.loss)
 
 
-def watched(config: TrainConfig) -> dict[str, int]:
-    """How often what is watched is due, by its name in the log; 0: at the end."""
-    every = {"val_loss": config.eval_every} if config.eval_tokens else {}
-    every |= {"sample": config.eval_every} if config.num_samples * config.sample_tokens else {}
-    every |= {"hellaswag_acc": config.eval_every} if config.hellaswag else {}
-    return every | {"picture": config.eval_every}
+# ---- Evaluations: they have their own loader and random numbers, and change nothing --------------
 
 
-def save(run: Run, wait: bool):
+def evaluate_if_due(run: Run):
+    config = run.config
+    if run.step > 0 and not is_due(run.step, config.eval_every, config.steps):
+        return
+    # Killed anywhere below, the next process makes the evaluation again: see train_and_evaluate.
+    if config.eval_tokens:
+        validate(run)
+    if run.step == 0:
+        return  # new weights have nothing to say
+    if config.num_samples and run.world.is_main:
+        write_samples(run)
+    if run.questions:
+        shares = answers(run.model, run.questions, run.data.tokenizer, config, run.world)
+        run.log.record(step=run.step, **shares)
+        run.log.print(f"questions after step {run.step}: {evaluate.in_words(shares)}")
+    if run.world.is_main:
+        title = f"{config.model}, {config.steps:,} steps of {config.batch_tokens:,} tokens"
+        try:
+            logger.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
+        except Exception as error:  # a picture is no reason to end a run
+            run.log.print(f"no loss.png: {error}")
+    # The others wait here for the main rank, and not in a step: so a signal stops all at once.
+    run.world.gather(None)
+
+
+def validate(run: Run):
+    model, net, tokenizer = run.model, run.net, run.data.tokenizer
+    figures = validation(model, net, run.val_loader, tokenizer, run.config, run.world)
+    if math.isfinite(figures["val_loss"]):  # nan would be neither best nor worst
+        run.val_losses[run.step] = figures["val_loss"]
+    run.log.record(step=run.step, **figures)
+    run.log.print(f"validation after step {run.step}: {evaluate.in_words(figures)}")
+
+
+@torch.no_grad()
+def validation(
+    model: GPT,
+    net: nn.Module,
+    loader: ShardLoader,
+    tokenizer: str,
+    config: TrainConfig,
+    world: World,
+) -> dict[str, float]:
+    """Return the mean loss over the first eval_tokens tokens of loader, in several units: the same
+    tokens for any micro-batch size and number of ranks."""
+    # Sequences are dealt out one by one, so the ranks' shares differ by one at most, and their sum
+    # does not depend on how many ranks there are.
+    num_sequences = max(1, min(config.eval_tokens // loader.T, len(loader)))
+    mine = range(world.rank, num_sequences, world.size)
+    lengths = token_lengths(tokenizer)
+    num_bytes = 0  # of the text that the targets stand for
+    loss_sum = torch.zeros((), device=world.device)
+    with evaluate.dropout_off(net):
+        for start in logger.progress(range(0, len(mine), loader.B), "validation", world.is_main):
+            errors.reset_watchdog()
+            numbers = mine[start : start + loader.B]
+            batch = loader.batch(numbers)
+            if lengths is not None:
+                num_bytes += int(lengths[batch[1].numpy()].sum())
+            x, y = to_device(batch, world.device)
+            # net is compiled for full batches: a shorter last one goes through the plain model.
+            network = net if len(numbers) == loader.B else model
+            with autocast(config, world.device):
+                loss_sum += network(x, y) * len(numbers)
+    val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
+    # Bytes are gathered as whole numbers: the float32 of an all-reduce ends at 2**24.
+    total_bytes = sum(world.gather(num_bytes))
+    return evaluate.in_units(val_loss, total_bytes / (num_sequences * loader.T))
+
+
+def write_samples(run: Run):
+    texts = []
+    try:
+        with evaluate.dropout_off(run.model):
+            for number in range(run.config.num_samples):
+                pieces = sample(run.model, run.data.tokenizer, run.config, number)
+                texts.append("".join(pieces))
+    except (FloatingPointError, UserError) as error:
+        texts.append(f"(no sample: {error})")  # no reason to end a run
+    text = "\n---\n".join(texts)
+    run.log.record(step=run.step, sample=text)
+    run.log.print(f"sample after step {run.step}:\n{text}")
+
+
+def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) -> Iterator[str]:
+    """Yield sample `number` piece by piece: the prompt, and what the network continues it with. Its
+    random numbers depend on (seed, number) alone."""
+    tokenizer = load_tokenizer(tokenizer_name)
+    size = model.config.vocab_size
+    on = model.lm_head.weight.device
+    rng = torch.Generator(on).manual_seed(random_seed(config.seed, number))
+    # A generator of its own: the samples of a run do not depend on when they are drawn.
+    if tokenizer and config.prompt:
+        ids = tokenizer.encode(config.prompt)
+    else:
+        ids = [min(VOCAB_SIZES.get(tokenizer_name, 1), size) - 1]  # <|endoftext|>, before each text
+    if max(ids) >= size:
+        raise UserError(f"--prompt: token {max(ids)}, the network knows 0 to {size - 1}")
+    yield config.prompt if tokenizer else "(tokens, since the vocabulary is not here) "
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
+    tokens = model.generate(torch.tensor([ids], device=on), rng, config.temperature, config.top_k)
+    for _ in range(config.sample_tokens):
+        errors.reset_watchdog()
+        with autocast(config, on):  # not around the yield: it would hold for whoever reads this
+            token = int(next(tokens))
+        yield decoder.decode(tokenizer.token_bytes(token)) if tokenizer else f"{token} "
+    yield decoder.decode(b"", final=True)
+
+
+def answers(
+    model: GPT, examples: list[Example], tokenizer: str, config: TrainConfig, world: World
+) -> dict[str, float]:
+    """Return the shares of right answers, in each way to count them. The ranks share the work."""
+    mine = examples[world.rank :: world.size]
+    with evaluate.dropout_off(model), autocast(config, world.device):
+        losses = evaluate.choice_losses(model, mine, world.device)
+    right = evaluate.right_answers(mine, losses, load_tokenizer(tokenizer))
+    shares = {}
+    for name, count in right.items():
+        shares[f"hellaswag_{name}"] = sum(world.gather(count)) / len(examples)
+    return shares
+
+
+# ---- Saving, and the end -------------------------------------------------------------------------
+
+
+def save(run: Run):
     """Write a checkpoint, by the main rank: all hold the same weights, which is compared first."""
-    ranks.check_replicas(run.state.model, run.state.step, run.world)
-    run.world.note(f"a save after step {run.state.step}")
-
-    def write():
-        own = identity(run.config, run.state.model.config, run.data)
-        facts = {"identity": own, "config": asdict(run.config), "environment": run.environment}
-        run.saver.save(run.state.state_dict() | facts, wait)
-
-    run.world.from_main(write)
-
-
-def identity(config: TrainConfig, shape: GPTConfig, data: TokenFolder) -> dict:
-    """What must not change while a run goes on: its network, optimizer, data, and their order."""
-    facts = {"data_dir": data.fingerprint, "tokenizer": data.tokenizer} | asdict(shape)
-    return {name: getattr(config, name) for name in FIXED if name not in SHAPE_FLAGS} | facts
-
-
-# ---- Starting
+    errors.reset_watchdog()
+    # A rank that has drifted away (a faulty GPU, say) would be invisible in the averaged loss.
+    check_ranks_agree(run.model, run.step, run.world)
+    if run.world.is_main:
+        started = time.perf_counter()
+        # Synchronously: a copy for a background thread would hide some two seconds of 250 steps.
+        path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
+        if not run.signals.has_saved:  # the first one of this process
+            checkpoint.check_readable(path, run.model, run.optimizer)
+        checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
+        seconds = time.perf_counter() - started
+        run.log.record(saved=run.step, path=str(path), save_s=seconds)
+        if run.step:
+            run.log.print(f"saved {path}")
+    run.signals.has_saved = True
+    run.signals.has_unsaved_steps = False
 
 
-def set_up(config: TrainConfig, given: set[str], source: Source | None, world: World) -> Run | None:
-    """All that train needs, or None if the run is complete. Every mistake in flags or files raises
-    here, ValueError or OSError, before anything of the run is written."""
-    config.num_micro(world.size)
-    boards = [getattr(log, name)() for name in ("tensorboard", "wandb") if getattr(config, name)]
-    world.agree({spell(name): value for name, value in asdict(config).items()})
-    out_dir = world.from_main(lambda: folder.choose_out_dir(config.out_dir, config.resume))
-    seen = world.from_main(lambda: checkpoints(out_dir))
-    world.note("opening the data")
-    data, shape = world.from_main(lambda: open_data(config, source))
-    examples = open_examples(config.hellaswag, shape.vocab_size, data.tokenizer)
-    world.agree({"the data": corpus.fingerprint_here(data.train[0].path.parent)})
-    saved = own_state(config, out_dir, data, shape, world) if config.resume else None
-    if saved and saved["step"] >= config.steps:
-        if world.from_main(partial(log.noted, out_dir, saved["step"])) >= watched(config).keys():
-            world.tell(report.end_text(out_dir))
+def state_of(run: Run) -> dict:
+    """Return what state.json holds: all that a resume needs besides weights and moments."""
+    return {
+        "step": run.step,
+        "position": run.loader.position,  # the loader's whole state
+        "scaler": run.scaler.state_dict(),  # the loss scale of --fp16
+        "losses": vars(run.losses),
+        "val_losses": run.val_losses,
+        "typed": run.typed,
+        "config": asdict(run.config),
+        "environment": run.environment,
+        "tokenizer": run.data.tokenizer,
+        "data": run.data.fingerprint,
+    }
+
+
+def restore(run: Run, path: Path, state: dict):
+    """Load all but the weights. The learning rate and decay stay the command line's."""
+    checkpoint.load_optimizer(path, run.model, run.optimizer)
+    run.step = state["step"]
+    run.loader.position = state["position"]
+    if state["scaler"] and run.scaler.is_enabled():
+        run.scaler.load_state_dict(state["scaler"])
+    run.losses = logger.LossHistory(**state["losses"])
+    # JSON's keys are text.
+    run.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
+    # A checkpoint is written before it is validated. Of the last one, summary.json has the result.
+    summary = checkpoint.read_summary(run.out_dir)
+    if summary.get("steps") == run.step and "val_loss" in summary:
+        run.val_losses[run.step] = summary["val_loss"]
+    run.signals.has_saved = True
+
+
+def stop(run: Run) -> int:
+    """Say how to continue a run that a signal stopped, and return its exit code."""
+    run.signals.is_over = True
+    program = "python" if run.world.size == 1 else "torchrun (as before)"
+    run.log.record(stopped=run.step)
+    command = f"{program} train_gpt2.py --resume --out-dir {shlex.quote(str(run.out_dir))}"
+    run.log.print(f"stopped after step {run.step}, which is saved; to continue: {command}")
+    return errors.STOPPED
+
+
+def finish(run: Run):
+    """Write summary.json, which says that the run is complete, and the last lines."""
+    run.signals.is_over = True
+    if not run.world.is_main:
+        return
+    # Written after the last evaluation: a run that was killed in it is not complete.
+    path = run.out_dir / f"step_{run.step:06d}"
+    summary = {"steps": run.step, "checkpoint": path.name}
+    text = f"done: {run.step:,} steps"
+    if run.val_losses:
+        last, best = max(run.val_losses), min(run.val_losses, key=run.val_losses.get)
+        summary["val_loss"] = run.val_losses[last]
+        summary["best_step"] = best
+        summary["best_val_loss"] = run.val_losses[best]
+        text += f", validation {run.val_losses[last]:.4f}"
+        text += f", best {run.val_losses[best]:.4f} after step {best:,}"
+    checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
+    with whole_file(run.out_dir / checkpoint.SUMMARY) as f:
+        f.write(as_json(summary))
+    run.log.record(done=run.step)
+    run.log.print(f"{text}; written: {path}")
+    folder = shlex.quote(str(run.out_dir))
+    run.log.print(f"sample: python train_gpt2.py --out-dir {folder} --sample-only")
+    run.log.print(f"curves: python benchmarks/plot.py {folder}")
+
+
+# ---- --eval-only and --sample-only ---------------------------------------------------------------
+
+
+def use_weights(typed: dict, world: World) -> int:
+    """Evaluate or sample a run's newest checkpoint, or --init-from. Nothing is written."""
+    state = None
+    if "init_from" in typed:
+        source = world.on_all(read, world.from_main(checkpoint.find_weights, typed["init_from"]))
+    else:
+        out_dir = world.from_main(checkpoint.choose_out_dir, typed.get("out_dir", ""), True)
+        path = world.from_main(checkpoint.newest, out_dir)
+        if path is None:
+            raise UserError(f"no checkpoint in {out_dir}: name a run by --out-dir, or --init-from")
+        source, state = read(path), checkpoint.read_state(path)
+    # The flags that the run was given (precision, data, prompt) hold here too, unless typed again.
+    # Each sample has another length, so compiling would not pay.
+    typed = {"compile": False} | typed
+    config, _ = world.from_main(resolve, typed, state, source, world.device)
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    model = GPT(source.shape, config.computation()).eval()
+    load_weights(model, source)
+    model.to(world.device)
+    if config.eval_only:
+        texts = evaluate_weights(model, source, config, world)
+        if world.is_main:
+            logger.show(f"{source.path}: {'; '.join(texts)}")
+    if config.sample_only and world.is_main:
+        try:
+            sample_weights(model, source.tokenizer, config, ask="prompt" not in typed)
+        except FloatingPointError as error:
+            raise UserError(f"{source.path} can't be sampled: {error}") from error
+    return errors.DONE
+
+
+def evaluate_weights(
+    model: GPT, source: Pretrained, config: TrainConfig, world: World
+) -> list[str]:
+    """Return the results of --eval-only in words."""
+    data, _, questions = world.from_main(open_data, config, source)
+    # Without a backward pass, this much fits wherever the model can be trained.
+    B = 32 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
+    loader = ShardLoader(data.val, B, config.seq_len, world.rank, world.size)
+    texts = []
+    if config.eval_tokens:
+        figures = validation(model, model, loader, data.tokenizer, config, world)
+        texts.append(f"validation {evaluate.in_words(figures)}")
+    if questions:
+        shares = answers(model, questions, data.tokenizer, config, world)
+        texts.append(f"{len(questions):,} questions: {evaluate.in_words(shares)}")
+    return texts
+
+
+def sample_weights(model: GPT, tokenizer: str, config: TrainConfig, ask: bool):
+    """Print samples of --prompt, or on a terminal of each line that is typed, until Ctrl-D."""
+    ask = ask and sys.stdin.isatty()
+    while True:
+        if ask:
+            errors.stop_watchdog()  # thinking is no hang
+            try:
+                config = replace(config, prompt=input("prompt> "))
+            except EOFError:
+                return
+        for number in range(config.num_samples):
+            if number:
+                logger.show("\n---")
+            for piece in sample(model, tokenizer, config, number):
+                logger.show(piece, end="")
+        logger.show("")
+        if not ask:
+            return
+
+
+# ---- Starting ------------------------------------------------------------------------------------
+
+
+def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None:
+    """Return a run that is ready to train; None if it is complete. Every mistake in flags or files
+    raises UserError here, before anything of a new run is written."""
+    # The folder. One with a run in it is locked at once, so that nobody else adds a checkpoint.
+    resume = typed.get("resume", False)
+    out_dir = world.from_main(checkpoint.choose_out_dir, typed.get("out_dir", ""), resume)
+    lock = checkpoint.RunLock(out_dir)
+    is_new = not world.from_main(out_dir.exists)
+    if not is_new:
+        world.from_main(lock.acquire, is_new)
+
+    # What it begins with: its checkpoint, other weights, or nothing. And with that, its flags.
+    path = world.from_main(checkpoint.newest, out_dir)
+    state = source = None
+    if path:
+        world.check_same({"the checkpoint": checkpoint.fingerprint_here(path)})
+        state, source = checkpoint.read_state(path), world.on_all(read, path)
+    elif "init_from" in typed:
+        source = world.on_all(read, world.from_main(checkpoint.find_weights, typed["init_from"]))
+    config, off = world.from_main(resolve, typed, state, source, world.device)
+    config = replace(config, out_dir=str(out_dir))
+    world.from_main(config.num_micro_batches, world.size)  # raises
+
+    # The data, which every rank must see alike.
+    data, vocab_size, questions = world.from_main(open_data, config, source)
+    # Each rank reads its own files: on another machine they may differ, or be missing.
+    world.check_same({"the data": corpus.fingerprint_here(data.train[0].path.parent)})
+    if state:
+        world.from_main(check_same_run, state, config, data)
+        if state["step"] == config.steps == checkpoint.read_summary(out_dir).get("steps"):
             return None
-    initial = source.weights(shape) if source and not saved else None
-    world.note("compiling and warming up")
-    off = device.why_off(asdict(config), given, world.device)
-    config = replace(config, out_dir=str(out_dir), **device.chosen(off, given, world.device))
-    lock, size = [], 12 * shape.num_params  # weights and two moments, float32
-    world.from_main(lambda: lock.append(folder.take(out_dir, config.keep, size, seen)))
-    run = build(config, world, data, shape, initial, examples, lock, boards)
-    log_start(run, given, off, bool(saved))
-    # The first compiles, if none was tried. In the second DDP rearranges its buckets, as after a
-    # process's first backward pass: else a resumed run would sum in another order, to other bits
-    for _ in range(2 if world.size > 1 else bool(config.micro_batch_size)):
-        made_up_pass(run.net, run.config, world)
-    if saved:
-        run.state.load_state_dict(saved)
-        log_resume(run, saved)
+
+    # The network, and a micro-batch that fits.
+    model = GPT(config.shape(vocab_size), config.computation(), config.seed)
+    num_bytes = 12 * sum(p.numel() for p in model.parameters())  # weights and moments, float32
+    # While a checkpoint is written, --keep older ones and the best one are there.
+    num_more = max(1, config.keep + 2 - len(checkpoint.checkpoints(out_dir)))
+    world.from_main(checkpoint.check_disk_space, out_dir, num_more * num_bytes)
+    if is_new:
+        world.from_main(lock.acquire, is_new)
+    if source:
+        load_weights(model, source)
+    model.to(world.device)
+    net, config = fit_micro_batch(model, config, world, state)
+
+    # The run. Its boards come first: they may fail, and then there is no run yet.
+    boards = logger.make_boards(out_dir, config.tensorboard, config.wandb) if world.is_main else []
+    place = (config.micro_batch_size, config.seq_len, world.rank, world.size)
+    run = Run(
+        config=config,
+        typed=flags_to_save(typed, state),
+        world=world,
+        out_dir=out_dir,
+        lock=lock,
+        signals=signals,
+        log=logger.Logger(out_dir, world.is_main, boards),
+        environment=device.environment(world.device, world.size, dtype_of(config)),
+        data=data,
+        val_loader=ShardLoader(data.val, *place),
+        questions=questions,
+        net=net,
+        model=model,
+        optimizer=make_optimizer(model, config),
+        scaler=torch.amp.GradScaler(world.device.type, enabled=config.fp16),
+        loader=ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None),
+    )
+    if state:
+        restore(run, path, state)
+    # After its first backward pass DDP rebuilds its gradient buckets, and adds up in another order
+    # from then on. So every process does that before it trains, or a resumed run would differ from
+    # the uninterrupted one in the last bits.
+    for _ in range(2 if world.size > 1 else 0):
+        dummy_pass(net, config, world)
+    logger.log_start(run, off, state)
     return run
 
 
-def open_data(config: TrainConfig, source: Source | None) -> tuple[TokenFolder, GPTConfig]:
-    """The data, and the network over its vocabulary, or over that of the weights to begin with;
-    ValueError if an id is beyond it."""
-    weights_of = (source.tokenizer, source.shape.vocab_size) if source else None
-    known = 0 if config.model == "nano" else SHAPES[config.model].vocab_size
-    data, vocab_size = corpus.choose(config.data_dir, config.seq_len, known, weights_of)
-    return data, config.shape(vocab_size)
+def open_data(
+    config: TrainConfig, source: Pretrained | None
+) -> tuple[corpus.TokenFolder, int, list[Example]]:
+    """Return the data, the vocabulary size of a network over it, and the questions of --hellaswag.
+    Without --data-dir the data is Python's own source, which is prepared here if need be."""
+    tokenizer = source.tokenizer if source else ""
+    try:
+        folder = config.data_dir
+        if not folder:
+            # Weights know one tokenizer. Without them the large models prefer GPT-2's tokens.
+            wants_gpt2 = config.model != "nano" and corpus.has_gpt2_tokens()
+            if source:
+                wants_gpt2 = tokenizer != "bytes"
+            folder = corpus.own_source("gpt2" if wants_gpt2 else "bytes")
+        data = corpus.open_folder(Path(folder))
+        # A GPT-2 over bytes keeps its 50,257 rows, so that its size and speed are GPT-2's.
+        vocab_size = SHAPES[config.model].vocab_size
+        if config.model == "nano":
+            vocab_size = VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
+        if source:
+            vocab_size = source.shape.vocab_size
+        corpus.check_data(data, config.seq_len, tokenizer, vocab_size)
+        questions = open_examples(config.hellaswag, vocab_size, data.tokenizer)
+        return data, vocab_size, questions
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
 
 
-def newest_state(out_dir: Path, world: World) -> tuple[Path, dict] | None:
-    """The newest good checkpoint, and what it holds, whose flags this program can have."""
-    tell = partial(guard.fail, 7, is_main=world.is_main)
-    return newest_checkpoint(out_dir, tell, world.gather, lambda s: known_flags(s["config"]))
+def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
+    """Raise UserError if flags or data ask for another run than the one that was saved."""
+    cure = "leave it out, or name another --out-dir"
+    if config.steps < state["step"]:
+        raise UserError(f"--steps {config.steps}: the run has made {state['step']} already")
+    for f in fields(TrainConfig):
+        saved, current = state["config"].get(f.name, f.default), getattr(config, f.name)
+        if f.metadata["on_resume"] == KEEP and saved != current:
+            given = typed_as(f.name, current)
+            raise UserError(f"{given}: the run in {config.out_dir} has {saved}: {cure}")
+    if data.fingerprint != state["data"]:
+        folder, began = data.train[0].path.parent, state["config"]["data_dir"] or "none"
+        raise UserError(f"--data-dir {folder} has other tokens than the run began with ({began})")
 
 
-def own_state(
-    config: TrainConfig, out_dir: Path, data: TokenFolder, shape: GPTConfig, world: World
-) -> dict | None:
-    """What the run goes on from, if there is anything; ValueError if it is another run's."""
-    if not (found := newest_state(out_dir, world)):
-        return None
-    folder.check_identity(found[1], identity(config, shape, data), data, out_dir)
-    return found[1]
+def flags_to_save(typed: dict, state: dict | None) -> dict:
+    """Return what a resume takes as typed: the flags of this command and of those before it."""
+    flags = (state["typed"] if state else {}) | typed
+    once = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == ONCE]
+    return {name: value for name, value in flags.items() if name not in once}
 
 
-def build(
-    config: TrainConfig, world: World, data: TokenFolder, shape: GPTConfig,
-    initial: dict | None, examples: list[Example], lock: list[IO], boards: list[type],
-) -> Run:  # fmt: skip
-    """The network and everything around it, in the state before the first step."""
-    model, net, config = make_net(config, world, shape, initial)
-    out_dir = Path(config.out_dir)
-    place = (config.micro_batch_size, config.seq_len, world.rank, world.size)
-    loader = ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
-    state = folder.TrainState(model, make_optimizer(model, config), loader, scaler)
-    tell = log.make_log(out_dir, world.is_main, [b(out_dir) for b in boards * world.is_main])
-    dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
-    return Run(
-        config, world, data, state, net, device.environment(world.device, world.size), tell,
-        log.Progress(
-            tell, world.device, config.steps, config.log_every, config.batch_tokens,
-            model.flops_per_token() / world.size, device.matmul_tflops(world.device, dtype),
-        ),
-        folder.Saver(out_dir, config.keep, world.device, tell, partial(guard.fail, 6)),
-        Watcher(
-            state, net, ShardLoader(data.val, *place), config.eval_tokens, data.tokenizer, examples,
-            samples=partial(samples, model, data.tokenizer, config),
-            autocast=partial(autocast, config, world.device), world=world, log=tell,
-            out_dir=out_dir, every=watched(config), steps=config.steps,
-        ),
-        lock,
-    )  # fmt: skip
-
-
-def make_net(
-    config: TrainConfig, world: World, shape: GPTConfig, initial: dict | None
-) -> tuple[GPT, nn.Module, TrainConfig]:
-    """The network, plain and sped up, and config with a micro-batch that fits on every rank."""
-
-    def make() -> tuple[GPT, nn.Module]:
-        model = GPT(shape, **{name: getattr(config, name) for name in NETWORK_FLAGS})
-        if initial:
-            model.load_state_dict(initial)
-        return model, speed_up(model.to(world.device), config, world)
-
-    def attempt(net: nn.Module, B: int):
-        with ranks.gradient_sync(net, enabled=False):  # a rank may fail, and none waits for it
-            made_up_pass(net, replace(config, micro_batch_size=B), world)
-
+def fit_micro_batch(
+    model: GPT, config: TrainConfig, world: World, state: dict | None
+) -> tuple[nn.Module, TrainConfig]:
+    """Return net, and config with the micro-batch: the one that is typed, or the largest of B, B/2,
+    B/4, ... for which every rank has the memory of a pass, beside that of the optimizer. A resumed
+    run begins with the size it had, since another one changes the last bits."""
     if config.micro_batch_size:
-        return *make(), config
-    B = device.most_sequences(config.num_micro(world.size), config.seq_len, world.device)
-    model, net, B = device.fitting(make, attempt, B, world)
-    return model, net, replace(config, micro_batch_size=B)
+        net = speed_up(model, config, world)
+        dummy_pass(net, config, world, sync=False)  # compiles
+        return net, config
+    # B must divide what a rank takes in a step: so the batch is whole, whatever fits.
+    num_sequences = config.num_micro_batches(world.size)
+    B = device.most_sequences(num_sequences, config.seq_len, world.device)
+    if state:
+        B = math.gcd(state["config"]["micro_batch_size"], num_sequences)
+    while B:
+        config = replace(config, micro_batch_size=B)
+        # A GPU tries the plain model first, in seconds: compiling for each B would take minutes.
+        if world.device.type != "cuda" or pass_fits(model, model, config, world):
+            net = speed_up(model, config, world)
+            if pass_fits(net, model, config, world):
+                return net, config
+            del net
+            torch.compiler.reset()  # frees what was compiled
+        B //= 2
+    cure = "lower --seq-len, or add --recompute and --loss-chunk-tokens 1024"
+    raise UserError(f"not even one sequence fits the memory: {cure}")
 
 
-def made_up_pass(net: nn.Module, config: TrainConfig, world: World):
-    """Forward and backward on made-up tokens, thrown away."""
+def pass_fits(net: nn.Module, model: GPT, config: TrainConfig, world: World) -> bool:
+    """Return whether every rank has the memory of a pass beside that of the optimizer."""
+
+    def hold_and_try():
+        # A function, so that this memory is free again when it returns or raises.
+        held = device.optimizer_memory(model)  # noqa: F841
+        dummy_pass(net, config, world, sync=False)  # one rank may fail, and none waits for it
+
+    return all(world.gather(device.has_memory(hold_and_try)))
+
+
+def dummy_pass(net: nn.Module, config: TrainConfig, world: World, sync: bool = True):
+    """Make a forward and backward pass on dummy tokens, and throw its gradients away."""
+    errors.reset_watchdog()
     shape = (config.micro_batch_size, config.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
-    with autocast(config, world.device):
-        loss = net(tokens, tokens.clone())  # two tensors, as in a step: else compiled twice
-    loss.backward()
+    with gradient_sync(net, enabled=sync):
+        with autocast(config, world.device):
+            loss = net(tokens, tokens.clone())  # two tensors, as in a step: else it compiles twice
+        loss.backward()
+    for name, p in net.named_parameters():
+        if p.grad is None:  # of no use to the network, and fatal to DDP
+            raise RuntimeError(f"{name} has no part in the loss")
     net.zero_grad(set_to_none=True)
 
 
-def samples(model: GPT, tokenizer: str, config: TrainConfig, world: World) -> Callable:
-    how = {name: getattr(config, name) for name in SAMPLE_FLAGS}
-    how |= {"autocast": partial(autocast, config, world.device), "note": world.note}
-    return partial(text.samples, model, tokenizer, config.num_samples, config.seed, **how)
+# ---- The program ---------------------------------------------------------------------------------
 
 
-def log_start(run: Run, given: set[str], off: dict[str, str], goes_on: bool):
-    """The first record: where this runs, every flag, and who chose it."""
-    facts = {"environment": run.environment, "flags": asdict(run.config), "off": off}
-    facts |= {"tokenizer": run.data.tokenizer, "matmul_tflops": run.progress.matmul_tflops}
-    facts |= {"goes_on": goes_on}
-    text, record = report.start(facts, given, UNSET, run.state.model, run.state.loader)
-    run.log(text, **record)
+def run_program(typed: dict, signals: errors.StopSignals) -> int:
+    world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))
+    with process_group(world):
+        # Ranks that were started with different commands would wait for each other forever. Each
+        # rank computes Muon's update itself, so all need the same kind of device.
+        given = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
+        world.check_same(given | {"the processor or GPU": device.device_name(world.device)})
+        if typed.get("eval_only") or typed.get("sample_only"):
+            return use_weights(typed, world)
+        return set_up_and_train(typed, world, signals)
 
 
-def log_resume(run: Run, saved: dict):
-    """Where the run goes on, which flags are not those it was saved with, and what keeps it from
-    being the uninterrupted run bit for bit."""
-    step, env = run.state.step, run.environment
-    was = UNSET | saved["config"]  # which lacks the flags that a fork has added since
-    now = {name: value for name, value in asdict(run.config).items() if name not in UNSEEN}
-    changed = report.changes(was | saved["environment"], now, env)
-    then = replace(run.config, **{name: was[name] for name in RATE_FLAGS})
-    rates = learning_rate(min(step, then.steps), then), learning_rate(step, run.config)
-    words = report.resume_text(step, changed, env, ROUNDING, rates)
-    run.log(words, resumed=step, changed={name: new for name, (_, new) in changed.items()})
-
-
-# ---- Without training, and the program
-
-
-def as_saved(
-    config: TrainConfig, given: set[str], source: Source | None, world: World
-) -> tuple[TrainConfig, Source]:
-    """The weights of --resume or --init-from, and the flags that they were trained with."""
-    if config.resume:
-        out_dir = world.from_main(lambda: folder.choose_out_dir(config.out_dir, config.resume))
-        if not (found := newest_state(out_dir, world)):
-            raise ValueError(f"--resume: no good checkpoint in {out_dir}: --out-dir?")
-        source = weights.from_run(*found)
-    if not source:
-        raise ValueError("whose weights? Add --resume, with --out-dir, or --init-from")
-    seen = {f.name for f in fields(config)} - {*UNSEEN} | {"data_dir", "prompt"}
-    own = {n: v for n, v in source.flags.items() if n in seen and config.resume}
-    own = asdict(config) | own | {name: getattr(config, name) for name in given}
-    own |= {"compile": False}
-    off = {*device.why_off(own, given - {"compile"}, world.device)}
-    off |= {"bf16_residual"} if "bf16" in off else set()
-    return TrainConfig(**own | dict.fromkeys(off, False)), source
-
-
-def use_weights(config: TrainConfig, source: Source, world: World) -> int:
-    """--eval-only, --sample-only and --export: show what weights are worth, train nothing."""
-    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    how, T = ("flash", "bf16_residual", "loss_chunk_tokens"), source.shape.seq_len
-    model = GPT(source.shape, **{name: getattr(config, name) for name in how})
-    model.load_state_dict(source.weights(source.shape))
-    model.to(world.device).train(False)
-    if config.export:
-        from support.export import export
-
-        records = log.read_log(source.path.parent) if source.flags else []
-        world.tell(world.from_main(partial(export, model, source, Path(config.export), records)))
-    if config.eval_only:
-        asked = replace(config, seq_len=T, model=source.flags.get("model", "gpt2"))
-        data = world.from_main(lambda: open_data(asked, source))[0]
-        examples = open_examples(config.hellaswag, source.shape.vocab_size, data.tokenizer)
-        how = data.val, T, config.eval_tokens, data.tokenizer, examples, world
-        how = *how, partial(autocast, config, world.device)
-        world.tell(evaluate.report(str(source.path), model, *how))
-    if config.sample_only and world.is_main:
-        log.show_samples(samples(model, source.tokenizer, config, world)())
-    return 0
+def set_up_and_train(typed: dict, world: World, signals: errors.StopSignals) -> int:
+    # A function of its own, so that run and its DDP are freed before the process group ends.
+    run = set_up(typed, world, signals)
+    if run:
+        return train(run)
+    if world.is_main:
+        logger.show("already complete: all --steps are done")
+    return errors.DONE
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code. Only a bug or a hang shows a traceback."""
     device.set_environment()
     is_main = os.environ.get("RANK", "0") == "0"
+    signals = errors.StopSignals(is_main)
     try:
-        with guard.stop_signals(is_main) as signals:
-            return run_program(sys.argv[1:] if argv is None else argv, signals)
-    except (Exception, KeyboardInterrupt) as error:
-        code, why = guard.explained(error)
-        return guard.fail(code, why, is_main or not (ranks.agreed(error) or code == 130))
-
-
-def run_program(argv: list[str], signals: guard.Signals) -> int:
-    kind = read_flags(argv).get("device", "auto")
-    world = ranks.find_world(dict(os.environ), torch.cuda.device_count(), kind)
-    config, given, source = parse_args(argv, world.device.type, world.is_main)
-    torchrun = __launcher__ if "TORCHELASTIC_RUN_ID" in os.environ else None
-    watchdog = guard.Watchdog(config.timeout_s, world.rank, world.size, torchrun)
-    with watchdog, ranks.process_group(world, config.timeout_s):
-        note = report.Status(watchdog.note, world.is_main and not config.sample_only)
-        world = replace(world, note=note, tell=log.show if world.is_main else bool)
-        if config.eval_only or config.sample_only or config.export:
-            return use_weights(*as_saved(config, given, source, world), world)
-        return set_up_and_train(world, signals, config, given, source)
-
-
-def set_up_and_train(world: World, signals: guard.Signals, *command) -> int:
-    """Not in run_program: its frame would hold the DDP until the ranks' group is gone."""
-    if not (run := set_up(*command, world)):
-        why = f"already complete: --steps {command[0].steps} are done"
-        return guard.fail(0, why, world.is_main)
-    with run.saver:
-        return guard.ended(partial(train, run, signals), world.is_main)
+        typed = read_flags(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        if is_main:  # every rank has it
+            errors.print_error(f"error: {error}")
+        return error.exit_code
+    try:
+        with signals:
+            return run_program(typed, signals)
+    except (errors.RunError, ShardError) as error:
+        errors.print_error(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        if is_main:
+            lost = (
+                "; steps since the last checkpoint are not saved"
+                if signals.has_unsaved_steps
+                else ""
+            )
+            errors.print_error(f"stopped by a signal{lost}")
+        return errors.INTERRUPTED
+    except Exception as error:
+        if signals.received and signals.has_saved and not is_main:
+            return errors.STOPPED  # the main rank has stopped before this one, which lost it
+        if device.is_out_of_memory(error):
+            errors.print_error(
+                "error: a step does not fit the memory: lower --micro-batch-size, or add"
+                f" --recompute and --loss-chunk-tokens 1024: {error!s:.200}"
+            )
+            return UserError.exit_code
+        if isinstance(error, OSError) and error.errno in errors.DISK_ERRNOS:
+            errors.print_error(f"error: {error}")
+            return errors.DiskError.exit_code
+        raise
+    finally:
+        errors.stop_watchdog()
 
 
 if __name__ == "__main__":
+    # main handles signals, and leaves them as they are here: nothing may change the exit code of a
+    # run that has saved all.
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     sys.exit(main())

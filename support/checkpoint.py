@@ -1,298 +1,350 @@
-"""A run's state on disk: written whole, read again, rotated, and believed only as it was written.
+"""The folder of a run: who owns it, and its checkpoints: saved, verified, read, rotated.
 
-A checkpoint is an archive of torch.save that holds tensors, dicts, lists, numbers and strings: the
-parts named in PARTS, one of them a digest over the others. What read_checkpoint returns is what was
-written, to the bit, and fits the network that it names: anything else is a ValueError. The CRC-32s
-of the archive find damaged bytes before PyTorch, which checks none, reads them. The digest is of
-what PyTorch has made of them: a part marked as a folder leaves a tensor's memory as it was.
+A checkpoint is a folder, step_000250, and a model for Hugging Face's tools:
+    config.json             the shape of the network
+    model.safetensors       its weights, with Hugging Face's names and layout, without padding
+    tokenizer*.json, vocab.json, merges.txt      as far as the tokenizer is at hand
+    optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
+    state.json              all else that a resume needs: see `state` in train_gpt2.py
+    SHA256SUMS              of all these files, for `sha256sum -c SHA256SUMS`
+
+It is written as step_000250.tmp, synchronized with the disk, verified, and renamed as a whole: so
+it is there whole, or not at all. A resume verifies all digests again.
 """
 
 import hashlib
 import json
-import math
+import os
 import re
 import shutil
-import zipfile
-import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
-from typing import IO
 
 import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file
 from torch import Tensor
 
-from model import GPT, GPTConfig
-from support.files import whole_file
+from model import GPT
+from support import pretrained
+from support.errors import DiskError, NoGoodCheckpoint, UserError, print_error
+from support.tokenizer import as_json, load_tokenizer
 
-PLAIN = (str, int, float, bool, type(None))
-PARTS = {  # of a checkpoint, and the types of what each holds
-    "step": (int,), "position": (int,), "val_losses": {int: (float,)},
-    "model": {str: (Tensor,)}, "optimizer": {int: {str: (Tensor,)}}, "scaler": {str: (int, float)},
-    "identity": {str: PLAIN}, "config": {str: PLAIN}, "environment": {str: PLAIN},
-    "digest": (str,),
-}  # fmt: skip
-MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # of AdamW; of Muon
-STORED = {  # how torch.save writes each part: neither packed nor encrypted, and never a folder
-    "compress_type": (zipfile.ZIP_STORED,), "external_attr": (0,), "internal_attr": (0,),
-    "create_system": (0,), "flag_bits": (0, 0x8, 0x800, 0x808),
-}  # fmt: skip
-
-# --------------------------------------------------------------------------------------------------
-# Archives
+FORMAT = 2  # of state.json
+SUMS = "SHA256SUMS"
+REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
+LOG, LOCK, SUMMARY = "log.jsonl", ".lock", "summary.json"
 
 
-def load_archive(path: Path, stand_ins: tuple = (), mapped: bool = False) -> dict:
-    """What torch.save wrote to path; ValueError if it did not, or if a byte has changed since.
-    Ranks share what is mapped, until they copy it. stand_ins: a class and a name to load it for."""
-    with open(path, "rb") as file, torch.serialization.safe_globals(list(stand_ins)):
+class DamagedCheckpoint(Exception):
+    """A file of a checkpoint does not have its digest."""
+
+
+# ---- The folder of a run -------------------------------------------------------------------------
+
+
+def choose_out_dir(name: str, resume: bool) -> Path:
+    """Return the folder that --out-dir names, or without a name the next free out/001, out/002, ...
+    (with resume: the newest). Raise UserError if something else than this run is in it."""
+    if not name:
+        numbers = [int(p.name) for p in Path("out").glob("[0-9]*") if p.name.isdecimal()]
+        newest = max((n for n in numbers if n < 10**9), default=0)
+        name = f"out/{newest if newest and resume else newest + 1:03d}"
+    out_dir = Path(name)
+    if not os.path.lexists(out_dir):
+        return out_dir
+    if not out_dir.is_dir():
+        raise UserError(f"--out-dir {out_dir} is not a folder: name another")
+    log = out_dir / LOG
+    holds_run = bool(checkpoints(out_dir))
+    if holds_run and not resume:
+        raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
+    # A start that was stopped before its first checkpoint leaves these.
+    others = {path.name for path in out_dir.iterdir()} - {LOCK, LOG, "step_000000.tmp"}
+    if others and not holds_run:
+        raise UserError(f"--out-dir {out_dir} holds {min(others)} and no run: name a new folder")
+    if log.is_symlink() or (log.exists() and not log.is_file()):
+        raise UserError(f"{log} is a link, or no file: a run writes into its own folder")
+    return out_dir
+
+
+class RunLock:
+    """Keeps other runs out of a folder until this process ends, however it does."""
+
+    def __init__(self, out_dir: Path):
+        self.out_dir = out_dir
+        self.lock = FileLock(out_dir / LOCK)
+
+    def acquire(self, is_new: bool):
+        """Make the folder and lock it. Raise UserError if another run has it, or had it since it
+        was looked at."""
         try:
-            check_archive(file)
-            file.seek(0)
-            saved = torch.load(path if mapped else file, "cpu", weights_only=True, mmap=mapped)
-            if not isinstance(saved, dict):
-                raise ValueError(f"it holds a {type(saved).__name__}, not parts with names")
-            return saved
-        except MemoryError:
-            raise
-        except Exception as error:  # damaged bytes make any reader fail in any way
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            why = "it holds more than tensors" if "Weights only" in why else why
-            raise ValueError(f"{path} is damaged: {why:.200}") from error
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.out_dir.parent)
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            cure = "stop it, or name another folder"
+            raise UserError(f"--out-dir {self.out_dir} belongs to a live run: {cure}") from None
+        except (OSError, NotImplementedError) as error:  # Lustre without -o flock, say
+            cure = "name a folder elsewhere"
+            raise UserError(f"--out-dir can't be written or locked ({error}): {cure}") from error
+        if is_new and (self.out_dir / LOG).exists():
+            raise UserError(
+                f"--out-dir {self.out_dir} has a new run meanwhile: name another folder"
+            )
+        for unfinished in self.out_dir.glob("step_[0-9]*.tmp"):  # of a process that died
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def check_archive(file: IO):
-    """An exception unless file is a whole archive of plain parts, which take no more room in
-    memory than on the disk."""
-    with zipfile.ZipFile(file) as archive:
-        parts = archive.infolist()
-        for part in parts:
-            is_plain = all(getattr(part, name) in known for name, known in STORED.items())
-            if not is_plain or part.compress_size != part.file_size:
-                raise ValueError(f"torch.save did not write its {part.filename}")
-        if len({part.filename for part in parts}) < len(parts) or archive.comment:
-            raise ValueError("torch.save did not write it")
-        if sum(part.file_size for part in parts) > file.seek(0, 2):
-            raise ValueError("its parts are larger than the file")
-        if bad := archive.testzip():
-            raise ValueError(f"the CRC-32 of its {bad} is wrong")
-        for part in parts:  # PyTorch lets it make a bytearray of any size, which no tensor needs
-            if part.filename.endswith("data.pkl") and b"\nbytearray\n" in archive.read(part):
-                raise ValueError("it holds more than tensors")
+def check_disk_space(out_dir: Path, num_bytes: int):
+    """Raise UserError if the disk of out_dir, which may not exist yet, has less than num_bytes."""
+    parents = [out_dir.absolute(), *out_dir.absolute().parents]
+    free = shutil.disk_usage(next(path for path in parents if path.exists())).free
+    if free < num_bytes:
+        room = f"{num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: name another disk")
 
 
-def verify(path: Path):
-    """An exception unless every byte of the archive in path is whole, for PyTorch too. Takes no
-    memory: PyTorch maps the tensors, and nothing reads them."""
-    with open(path, "rb") as file:
-        check_archive(file)
-    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def write_archive(saved: dict, file: IO):
+def read_summary(out_dir: Path) -> dict:
+    """Return what summary.json says of a run that has made its last evaluation; {} if there is
+    none, or it can't be read."""
     try:
-        torch.save(saved, file)
-    except RuntimeError as error:  # tells only a position; what Python raised stands behind it
-        raise (error.__context__ or OSError(str(error))) from None
-    file.flush()
-
-
-# --------------------------------------------------------------------------------------------------
-# What a checkpoint must hold
-
-
-def digest(saved: dict) -> str:
-    """SHA-256 over the names, types, shapes and values of all parts; a tensor's bytes count by
-    their CRC-32, which takes a third of the time, and one core for each tensor."""
-    crcs = {}  # of each place in memory: a tied tensor is read once
-
-    def crc32(tensor: Tensor) -> int:
-        return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-    def facts(value):
-        if isinstance(value, Tensor):
-            place = value.data_ptr(), value.device, value.shape, value.stride(), value.dtype
-            crcs[place] = crcs.get(place) or pool.submit(crc32, value)
-            return [str(value.dtype), [*value.shape], crcs[place]]
-        if isinstance(value, dict):
-            return {repr(name): facts(part) for name, part in value.items()}
-        return list(map(facts, value)) if isinstance(value, list) else repr(value)
-
-    with ThreadPoolExecutor() as pool:
-        parts = {name: facts(value) for name, value in saved.items() if name != "digest"}
-        text = json.dumps(parts, default=lambda future: future.result())
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def check_parts(saved: dict):
-    """ValueError unless saved has each part, of the type that it should be: what follows may rely
-    on it."""
-    if missing := {*PARTS} - saved.keys():
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}: another program wrote it")
-    for name, kind in PARTS.items():
-        if not fits(saved[name], kind):
-            raise ValueError(f"its {name} is not what it should be")
-    numbers = saved["scaler"] | {name: saved[name] for name in ("step", "position")}
-    for name, value in numbers.items():
-        if not 0 <= value < 2**63:
-            raise ValueError(f"its {name} is {value:.4g}")
-
-
-def fits(value, kind) -> bool:
-    """Whether value is of one of the types in the tuple kind, or a dict of such ones. No
-    bool is an int here, and no subclass of Tensor a Tensor."""
-    if isinstance(kind, tuple):
-        return type(value) in kind
-    [(key, inner)] = kind.items()
-    is_dict = isinstance(value, dict) and all(type(name) is key for name in value)
-    return is_dict and all(fits(part, inner) for part in value.values())
-
-
-def check_tensors(saved: dict):
-    """ValueError unless each tensor has the shape and type of the parameter that it is for: AdamW
-    would write past the end of a smaller one."""
-    names = [f.name for f in fields(GPTConfig)]
-    shape = GPTConfig(**{name: saved["identity"].get(name) for name in names})
-    if len(saved["model"]) != 12 * shape.n_layer + 5:  # so no lie can make what follows take long
-        raise ValueError(f"it holds {len(saved['model'])} tensors for {shape.n_layer} layers")
-    with torch.device("meta"):
-        model = GPT(shape)
-    expected = {name: p.shape for name, p in model.state_dict().items()}
-    params = [p for group in model.decay_groups() for p in group]
-    with_muon = {*model.matrices()} if saved["identity"].get("muon") else ()
-    if {*saved["model"]} != {*expected}:
-        raise ValueError("its tensors have other names than the network's")
-    for name, tensor in saved["model"].items():
-        check_tensor(tensor, expected[name], name)
-    if saved["optimizer"] and {*saved["optimizer"]} != {*range(len(params))}:
-        raise ValueError("its optimizer is that of another network")
-    for i, moments in saved["optimizer"].items():
-        if {*moments} != ({MOMENTUM} if params[i] in with_muon else {"step", *MOMENTS}):
-            raise ValueError(f"its optimizer holds {', '.join(map(str, moments))}")
-        for name, tensor in moments.items():
-            check_tensor(tensor, torch.Size([]) if name == "step" else params[i].shape, name)
-        if not 0 <= moments.get("step", 0) <= saved["step"]:
-            raise ValueError(f"its optimizer is {moments['step']} steps old")
-
-
-def check_tensor(tensor, size: torch.Size, name: str):
-    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-    if not is_plain or tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-        raise ValueError(f"its {name} is no float32 tensor")
-    if tensor.shape != size or not tensor.is_contiguous():
-        raise ValueError(f"its {name} has the shape {(*tensor.shape,)}, not {(*size,)}")
-    if not tensor.isfinite().all():
-        raise ValueError(f"it holds numbers that are not finite in its {name}")
-
-
-def check_state(saved: dict, path: Path):
-    """ValueError unless saved, read from path, is the whole state of a run, as it was written."""
-    try:
-        check_parts(saved)
-        check_tensors(saved)
-        if saved["digest"] != digest(saved):
-            raise ValueError("what it holds is not what its digest is of")
-        if is_checkpoint(path) and saved["step"] != step_of(path):
-            raise ValueError(f"it is of step {saved['step']}")
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]:.200}") from error
-
-
-# --------------------------------------------------------------------------------------------------
-# The checkpoints of a run
-
-
-def is_checkpoint(path: Path) -> bool:
-    return bool(re.fullmatch(r"checkpoint_(\d{6}|[1-9]\d{6,17})\.pt", path.name, re.ASCII))
+        return dict(json.loads((out_dir / SUMMARY).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("checkpoint_"))
+    return int(path.name.removeprefix("step_"))
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
-    """The checkpoints of a run, newest first."""
-    paths = [path for path in out_dir.glob("checkpoint_*.pt") if is_checkpoint(path)]
-    return sorted(filter(Path.is_file, paths), key=step_of, reverse=True)
+    """Return the checkpoints of a run, newest first."""
+    pattern = re.compile(r"step_(\d{6}|[1-9]\d{6,17})", re.ASCII)
+    paths = [path for path in out_dir.glob("step_*") if pattern.fullmatch(path.name)]
+    return sorted(filter(Path.is_dir, paths), key=step_of, reverse=True)
 
 
-def save_checkpoint(out_dir: Path, saved: dict, keep: int) -> Path:
-    """Write saved and read it again, then remove older checkpoints: never one of the newest keep
-    good ones, nor the one with the best validation. OSError if it can't be written."""
-    path = out_dir / f"checkpoint_{saved['step']:06d}.pt"
-    kept = {step_of(old) for old in checkpoints(out_dir)}  # what is gone can't be the best
-    val_losses = {step: loss for step, loss in saved["val_losses"].items() if step in kept}
-    saved = saved | {"val_losses": val_losses}
+# ---- Save ----------------------------------------------------------------------------------------
+
+
+def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
+    """Write a checkpoint and return its folder. Raise DiskError if it can't be written."""
+    path = out_dir / f"step_{state['step']:06d}"
+    unfinished = path.with_name(f"{path.name}.tmp")
+    tokenizer = load_tokenizer(state["tokenizer"])
+    files = tokenizer.files(model.config.seq_len) if tokenizer else {}
+    files["config.json"] = as_json(pretrained.hf_config(model.config, state["tokenizer"]))
+    files["state.json"] = as_json({"format": FORMAT} | state)
+    tensors = {
+        "model.safetensors": pretrained.hf_weights(model),
+        "optimizer.safetensors": optimizer_tensors(model, optimizer),
+    }
     try:
-        with whole_file(path) as f:
-            write_archive(saved | {"digest": digest(saved)}, f)
-            verify(Path(f.name))
-    except Exception as error:  # as in load_archive
-        free = f"{shutil.disk_usage(out_dir).free / 1e9:.1f} GB are free"
-        raise OSError(f"{path} can't be written: {error}; {free}") from None
-    rotate(out_dir, path, keep, val_losses)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        sums = {name: write_file(unfinished / name, content) for name, content in files.items()}
+        for name, content in tensors.items():
+            sums[name] = write_tensors(unfinished / name, content)
+        lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
+        write_file(unfinished / SUMS, "".join(lines).encode())
+        sync_folder(unfinished)
+        verify(unfinished)
+        remove(path)  # a damaged one of the same step, if any: a resume has gone back before it
+        unfinished.rename(path)
+        sync_folder(out_dir)
+    except (OSError, DamagedCheckpoint) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        free = shutil.disk_usage(out_dir).free / 1e9
+        raise DiskError(f"{path} can't be written: {error}; {free:.1f} GB are free") from error
     return path
 
 
-def rotate(out_dir: Path, path: Path, keep: int, val_losses: dict[int, float]):
-    """Remove the checkpoints before path but for the newest keep good ones, itself counted, and the
-    one whose validation, of val_losses by step, was the best."""
-    paths, num_good = checkpoints(out_dir), 1
-    older = paths[paths.index(path) + 1 :]  # a later one is damaged, or it would be newest
-    best = min(older, key=lambda old: val_losses.get(step_of(old), math.inf), default=None)
-    while older and num_good < keep:
-        num_good += is_good(older.pop(0))
-    with suppress(OSError):  # the new one is safe, whatever becomes of an old one
-        for old in older:
-            if old != best:
-                old.unlink()
+def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state by parameter name: PARAMETER.exp_avg, PARAMETER.step, ..."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            tensors[f"{name}.{key}"] = value
+    return tensors
 
 
-def is_good(path: Path) -> bool:
-    try:
-        verify(path)
-    except Exception:  # as in load_archive
-        return False
-    return True
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write float32 tensors in the safetensors format, and return the file's SHA-256. The library's
+    save_file copies all tensors first. One at a time takes a third of the time, and no more memory
+    than the largest: an optimizer's state may be as large as what is free."""
+    header: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    header_bytes = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(header_bytes)
+    with open(path, "wb") as f, ThreadPoolExecutor(1) as pool:
+        f.write(header_bytes)
+        for tensor in tensors.values():
+            data = tensor.detach().to("cpu", torch.float32).contiguous().view(-1).numpy().data
+            hashed = pool.submit(digest.update, data)  # while this thread writes
+            f.write(data)
+            hashed.result()
+        f.flush()
+        os.fsync(f.fileno())
+    return digest.hexdigest()
 
 
-def read_checkpoint(path: Path, mapped: bool = False) -> dict:
-    """What save_checkpoint wrote; ValueError if it is damaged, FileNotFoundError if it is gone."""
-    saved = load_archive(path, mapped=mapped)
-    check_state(saved, path)
-    return saved
+def write_file(path: Path, content: bytes) -> str:
+    """Write a file, synchronize it with the disk, and return its SHA-256."""
+    with open(path, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    return hashlib.sha256(content).hexdigest()
 
 
-class NoGoodCheckpoint(ValueError):
-    """On every rank: all checkpoints of a run are damaged."""
+def sync_folder(folder: Path):
+    """Have the disk store which names are in a folder: a new one would not survive a power failure
+    otherwise."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
-    exit_code, is_agreed = 7, True
+
+def remove(path: Path):
+    """Remove a checkpoint, if it is there: by renaming first, so that no half of one keeps the
+    name."""
+    if not path.exists():
+        return
+    doomed = path.with_name(f"{path.name}.removed.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
-def newest_checkpoint(
-    out_dir: Path, report: Callable[[str], None], gather: Callable = lambda value: [value],
-    check: Callable[[dict], object] = lambda saved: None,
-) -> tuple[Path, dict] | None:  # fmt: skip
-    """The newest checkpoint that every rank can read, each once, and what it holds; None if there
-    is none, NoGoodCheckpoint if none is good. report is told of each that is damaged, or that check
-    refuses. gather collects a value of each rank, the main one's first."""
-    tried, is_shared = [], len(gather(0)) > 1
-    while paths := [path for path in gather(checkpoints(out_dir))[0] if path not in tried]:
-        path, saved, why = paths[0], None, ""
+def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
+    """Remove all checkpoints but the newest `keep`, and the one with the best validation loss. One
+    that is newer than step is damaged: a resume has gone back before it."""
+    for path in checkpoints(out_dir):
+        if step_of(path) > step:
+            remove(path)
+    paths = checkpoints(out_dir)
+    validated = [path for path in paths if step_of(path) in val_losses]
+    best = min(validated, key=lambda path: val_losses[step_of(path)], default=None)
+    for path in paths[keep:]:
+        if path != best:
+            remove(path)
+
+
+# ---- Read ----------------------------------------------------------------------------------------
+
+
+def newest(out_dir: Path) -> Path | None:
+    """Return the newest checkpoint whose digests are right, None if there is none. Name each
+    damaged one, and raise NoGoodCheckpoint if all are."""
+    paths = checkpoints(out_dir)
+    for path in paths:
         try:
-            check(saved := read_checkpoint(path, is_shared))
-        except OSError as error:  # a run that goes on meanwhile has removed it
-            why = f"{path} can't be read: {error.strerror}"
-        except ValueError as error:
-            why = f"{path} is damaged: {error}" if saved else str(error)
-        found = gather((saved and saved["digest"], why))
-        whys = [why for _, why in found if why]
-        if not whys and all(other == found[0] for other in found):
-            return path, saved
-        report(f"{[*whys, f'{path} is not the same on all ranks'][0]}; trying the one before it")
-        tried.append(path)
-    if tried:
-        raise NoGoodCheckpoint(f"--resume: no good checkpoint in {out_dir}")
+            verify(path)
+            return path
+        except DamagedCheckpoint as error:
+            print_error(f"{error}; trying the checkpoint before it")
+    if paths:
+        raise NoGoodCheckpoint(f"no checkpoint in {out_dir} is good")
     return None
+
+
+def verify(path: Path):
+    """Raise DamagedCheckpoint unless every file of a checkpoint has the digest in SHA256SUMS."""
+    sums = {}
+    try:
+        # Every byte counts: a flipped bit in a newline must not read as another kind of line end.
+        *lines, rest = (path / SUMS).read_bytes().decode("ascii").split("\n")
+        for line in lines:
+            digest, name = re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", line, re.ASCII).groups()
+            sums[name] = digest
+        if rest or not sums.keys() >= REQUIRED:
+            raise ValueError("it is not whole")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path / SUMS} is damaged: {error}") from error
+    with ThreadPoolExecutor() as pool:  # the two large files at the same time
+        digests = pool.map(sha256_of, [path / name for name in sums])
+        for (name, expected), digest in zip(sums.items(), digests, strict=True):
+            if digest != expected:
+                reason = digest if " " in digest else f"its SHA-256 differs from {SUMS}"
+                raise DamagedCheckpoint(f"{path / name} is damaged: {reason}")
+
+
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file, or why it can't be read."""
+    try:
+        with open(file, "rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+    except OSError as error:  # it is missing, or on a bad sector
+        return str(error)
+
+
+def read_state(path: Path) -> dict:
+    """Return what state.json says. The checkpoint must have been verified: what is wrong with it
+    now is that another version of the code wrote it."""
+    state = json.loads((path / "state.json").read_bytes())
+    if state["format"] != FORMAT:
+        theirs = f"in format {state['format']} instead of {FORMAT}"
+        raise UserError(f"another version of the code wrote {path}, {theirs}: use that version")
+    return state
+
+
+def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
+    """Load the optimizer's state. Its options (rate, betas, decay) stay as they are: PyTorch's own
+    load_state_dict would bring back the old ones."""
+    by_param = {name: {} for name, _ in model.named_parameters()}
+    for name, tensor in load_file(path / "optimizer.safetensors").items():
+        param, _, key = name.rpartition(".")
+        if param not in by_param:
+            raise UserError(f"another version of the code wrote {path}: its optimizer has {name}")
+        by_param[param][key] = tensor.clone()  # or it would be mapped from the file
+    names = {p: name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {i: by_param[names[p]] for i, p in enumerate(params) if by_param[names[p]]}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def check_readable(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
+    """Raise RuntimeError unless a checkpoint, read as a resume would read it, is what was saved. So
+    a change to the code that can't be saved or read shows at once, not at the resume."""
+    saved = pretrained.read_hf(path)
+    if saved.shape != model.config:
+        raise RuntimeError(f"{path} was saved as {model.config} and is read as {saved.shape}")
+    written = saved.weights | load_file(path / "optimizer.safetensors")
+    current = dict(model.named_parameters()) | optimizer_tensors(model, optimizer)
+    wte = "transformer.wte.weight"
+    current[wte] = current[wte][: model.config.vocab_size]
+    for name in current.keys() | written.keys():
+        if not torch.equal(current[name].detach().cpu(), written[name]):
+            raise RuntimeError(f"{path}: {name} is not read as it was saved")
+
+
+def fingerprint_here(path: Path) -> str:
+    """Return what tells a checkpoint from others, as this rank's machine has it."""
+    try:
+        return hashlib.sha256((path / SUMS).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        return str(error)
+
+
+def find_weights(name: str) -> Path:
+    """Return where the weights that --init-from names are: in a run's newest good checkpoint, in a
+    file or folder, or in the cache of the Hugging Face hub."""
+    if not os.path.lexists(name):
+        return pretrained.download(name)
+    path = Path(name)
+    if path.is_dir():
+        path = newest(path) or path
+    if (path / SUMS).is_file():
+        try:
+            verify(path)
+        except DamagedCheckpoint as error:
+            raise UserError(f"--init-from {name}: {error}") from error
+    return path

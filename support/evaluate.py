@@ -1,108 +1,118 @@
-"""What weights are worth: the validation loss, in the units that people compare, and the shares of
-right answers. To ask changes no run: the loader is its own, no random number is drawn, and what the
-ranks read together does not depend on how many they are."""
+"""What weights are worth: the units of a validation loss, and multiple-choice questions."""
 
 import math
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 
-from dataloader import Shard, ShardLoader
-from model import GPT
-from support.questions import Example, choice_losses, right_answers
-from support.text import bytes_per_token, codec
+from model import ANY_SHAPE, GPT
+from support.errors import reset_watchdog
+from support.questions import Example
+from support.tokenizer import Tokenizer
 
 
 @contextmanager
-def no_dropout(net: nn.Module) -> Iterator[None]:
-    """Inside, net leaves nothing out; a change of mode without need would have it compiled anew."""
-    was = net.training
-    net.train(was and not any(isinstance(m, nn.Dropout) and m.p for m in net.modules()))
+def dropout_off(net: nn.Module):
+    """Inside, net drops no activations. Without dropout its mode is left alone: a compiled net
+    would be compiled anew for each change."""
+    was_training = net.training
+    if any(isinstance(module, nn.Dropout) and module.p for module in net.modules()):
+        net.train(False)
     try:
         yield
     finally:
-        net.train(was)
-
-
-def num_sequences(loader: ShardLoader, eval_tokens: int) -> int:
-    return max(1, min(eval_tokens // loader.T, len(loader)))
-
-
-@torch.no_grad()
-def validation(
-    model: GPT, net: nn.Module, loader: ShardLoader, eval_tokens: int, tokenizer: str, world,
-    autocast: Callable,
-) -> dict[str, float]:  # fmt: skip
-    """Mean loss in nats per token over the first eval_tokens of loader, and in other units. Each
-    rank takes every size-th sequence. What fills no micro-batch goes through model, since net is
-    compiled for one shape."""
-    count = num_sequences(loader, eval_tokens)
-    mine = range(world.rank, count, world.size)
-
-    def own_losses() -> Tensor:
-        loss_sum = torch.zeros((), device=world.device)
-        for start in range(0, len(mine), loader.B):
-            world.note(f"validation {start // loader.B + 1}/{-(-len(mine) // loader.B)}")
-            numbers = mine[start : start + loader.B]
-            x, y = (t.to(world.device) for t in loader.batch(numbers))
-            with autocast():
-                loss = (net if len(numbers) == loader.B else model)(x, y)
-            loss_sum += loss * len(numbers)
-        return loss_sum
-
-    with no_dropout(net):
-        loss = world.sum([world.together(own_losses)]).item() / count
-    return in_units(loss, world.together(partial(bytes_per_token, loader, count, tokenizer)))
+        net.train(was_training)
 
 
 def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
-    """A validation's loss, in nats per token, in the other units that people compare."""
+    """Return a loss in nats per token in the other units that people compare. bytes_per_token is 0
+    where the tokenizer is not at hand."""
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
     if bytes_per_token:
         figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
     return figures
 
 
-def answers(
-    model: GPT, examples: list[Example], tokenizer: str, world, autocast: Callable
-) -> dict[str, float]:
-    """The shares of right answers, in each of the three ways to count them. Each rank takes its
-    share of the examples."""
-    mine = range(world.rank, len(examples), world.size)
-
-    def own_answers() -> dict[str, int]:
-        losses = choice_losses(model, examples, mine, world.device, autocast, world.note)
-        known = codec(tokenizer)
-        return right_answers([examples[i] for i in mine], losses, known and known.decode)
-
-    with no_dropout(model):
-        right = world.gather(world.together(own_answers))
-    names = [name for name in right[0] if all(name in own for own in right)]  # as each rank decodes
-    return {name: sum(own[name] for own in right) / len(examples) for name in names}
-
-
 def in_words(figures: dict[str, float]) -> str:
-    names = {"val_loss": "loss"}
-    return ", ".join(f"{names.get(n, n).replace('_', ' ')} {v:.4f}" for n, v in figures.items())
+    """Return "loss 3.2800, perplexity 26.5758, ..."."""
+    texts = []
+    for name, value in figures.items():
+        label = "loss" if name == "val_loss" else name.replace("_", " ")
+        texts.append(f"{label} {value:.4f}")
+    return ", ".join(texts)
 
 
-def report(
-    name: str, model: GPT, shards: list[Shard], T: int, eval_tokens: int, tokenizer: str,
-    examples: list[Example], world, autocast: Callable,
-) -> str:  # fmt: skip
-    """Validation of the weights of that name over sequences of T tokens, and answers, in words."""
-    B = 32 if world.device.type == "cuda" else max(1, 4096 // T)
-    loader = ShardLoader(shards, B, T, world.rank, world.size)
-    words = []
-    if eval_tokens:
-        figures = validation(model, model, loader, eval_tokens, tokenizer, world, autocast)
-        num_tokens = num_sequences(loader, eval_tokens) * loader.T
-        words += [f"{num_tokens:,} validation tokens: {in_words(figures)}"]
-    if examples:
-        shares = answers(model, examples, tokenizer, world, autocast)
-        words += [f"{len(examples):,} questions: {in_words(shares)}"]
-    told = "\n".join(words or ["nothing was asked for: --eval-tokens 0, no --hellaswag"])
-    return f"{name}, {told}"
+# ---- Multiple-choice questions -------------------------------------------------------------------
+
+
+def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> list[np.ndarray]:
+    """Return for each example the summed loss of each choice's tokens, in nats. Choices of similar
+    length share a pass, the longest first."""
+    rows = []
+    for i, example in enumerate(examples):
+        for j, choice in enumerate(example.choices):
+            rows.append((i, j, np.concatenate([example.context, choice]), len(choice)))
+    rows.sort(key=lambda row: len(row[2]))
+    losses = [np.zeros(len(example.choices)) for example in examples]
+    tokens_per_pass = 16384 if device.type == "cuda" else 2048
+    while rows:
+        reset_watchdog()
+        count = max(1, tokens_per_pass // len(rows[-1][2]))
+        batch, rows = rows[-count:], rows[:-count]
+        tokens = [torch.from_numpy(row[2].astype(np.int64)).to(device) for row in batch]
+        sums = answer_losses(model, tokens, [row[3] for row in batch])
+        for (i, j, _, _), loss in zip(batch, sums.tolist(), strict=True):
+            losses[i][j] = loss
+    return losses
+
+
+@torch.no_grad()
+def answer_losses(model: GPT, rows: list[Tensor], counts: list[int]) -> Tensor:
+    """Return for each row of tokens, (T,), the summed loss of its last `count` ones: (len(rows),).
+    A row that is too long for the network loses its beginning. A row's first token has no loss. The
+    head computes the logits of the answers' positions alone."""
+    seq_len = model.config.seq_len
+    rows = [tokens[-seq_len - 1 :] for tokens in rows]
+    counts = [min(count, len(tokens) - 1) for tokens, count in zip(rows, counts, strict=True)]
+    inputs = nn.utils.rnn.pad_sequence([tokens[:-1] for tokens in rows], batch_first=True)  # (B, T)
+    with sdpa_kernel(ANY_SHAPE):
+        x = model.features(inputs)  # (B, T, C)
+    answers = []
+    targets = []
+    for b, (tokens, count) in enumerate(zip(rows, counts, strict=True)):
+        end = len(tokens) - 1
+        answers.append(x[b, end - count : end])
+        targets.append(tokens[len(tokens) - count :])
+    logits = model.head(torch.cat(answers)).float()
+    losses = F.cross_entropy(logits, torch.cat(targets), reduction="none")
+    return torch.stack([part.sum() for part in losses.split(counts)])
+
+
+def right_answers(
+    examples: list[Example], losses: list[np.ndarray], tokenizer: Tokenizer | None
+) -> dict[str, int]:
+    """Return in how many examples the likeliest choice is the right one, counted in three ways:
+    acc by the sum of a choice's log-probabilities; acc_norm by their sum over the number of
+    characters, as in the lm-evaluation-harness, where the tokenizer is at hand; acc_norm_tokens by
+    their mean per token, as in llm.c and build-nanogpt."""
+    right = {"acc": 0, "acc_norm_tokens": 0}
+    if tokenizer:
+        right["acc_norm"] = 0
+    for example, sums in zip(examples, losses, strict=True):
+        num_tokens = [len(choice) for choice in example.choices]
+        right["acc"] += int(sums.argmin() == example.label)
+        right["acc_norm_tokens"] += int((sums / num_tokens).argmin() == example.label)
+        if tokenizer:
+            num_chars = [count_chars(choice, tokenizer) for choice in example.choices]
+            right["acc_norm"] += int((sums / num_chars).argmin() == example.label)
+    return right
+
+
+def count_chars(choice: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Return the characters of a choice, less the space before it."""
+    content = b"".join(tokenizer.token_bytes(token) for token in choice.tolist())
+    return max(1, len(content.decode("utf-8", "replace")) - 1)

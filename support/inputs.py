@@ -1,168 +1,174 @@
-"""From files, folders and patterns to documents, in pieces that a tokenizer can take alone: what
-prepare_data.py --input reads. A document is a file, a line of .jsonl or a row of .parquet. Files
-that hold no text are known by their first bytes, and left out."""
+"""From files, folders and patterns to documents: what prepare_data.py --input reads.
 
+A document is a text file, a line of .jsonl, an element of a .json array, or a row of .csv, .tsv or
+.parquet. Only one record, or 512 KiB of a text file, is in memory at a time.
+"""
+
+import csv
 import gzip
 import io
 import json
 import os
 import re
 import sysconfig
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from glob import escape, glob
-from itertools import chain
+from pathlib import Path
 from typing import BinaryIO
 
-PIECE = 1 << 18  # bytes of text that are read at a time; one to two of them are encoded at a time
-RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # files of many documents
+from support.errors import DISK_ERRNOS, UserError
 
-# --------------------------------------------------------------------------------------------------
-# Files
+PIECE = 1 << 18  # bytes of text that are read at a time
+RECORDS = re.compile(r"\.(jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$")
+NOT_TEXT = (b"%PDF-", b"\x1f\x8b", b"(\xb5/\xfd", b"\xff\xd8\xff", b"\xff\xfe", b"\xfe\xff")
+BOM = b"\xef\xbb\xbf"  # with which Windows marks UTF-8
 
 
 def standard_library() -> list[str]:
-    """The source of the Python that runs this: the corpus that every machine has, about 30 MB."""
+    """Return the source of the Python that runs this: 30 MB that every machine has."""
     root = sysconfig.get_path("stdlib")
     return [f for f in files_in([root]) if f.endswith(".py") and "-packages" not in f[len(root) :]]
 
 
 def files_in(inputs: list[str]) -> list[str]:
-    """What files, folders and patterns name, each once; a folder's sorted, without hidden ones."""
-    files = []
+    """Return the files that inputs name, each once; those of a folder sorted, without hidden ones
+    and without what links to other folders lead to. Raise UserError for a name of no file."""
+    files = {}
     for name in inputs:
-        found = sorted(matches(name)) or glob(escape(name))
-        if not found:
-            raise FileNotFoundError(f"--input {name} does not exist")
-        for path in found:
-            files += sorted(matches(f"{escape(path)}/**")) if os.path.isdir(path) else [path]
-    return list({os.path.realpath(file): file for file in files if os.path.isfile(file)}.values())
+        below = []
+        for top in [name] if os.path.exists(name) else matches(Path(name)):
+            below.append(top)
+            for folder, names, children in os.walk(top):
+                names[:] = [child for child in names if child[0] != "."]
+                below += [os.path.join(folder, child) for child in children if child[0] != "."]
+        below = [file for file in sorted(below) if os.path.isfile(file)]  # no pipe, no device
+        if not below:
+            raise UserError(f"--input {name}: there is no such file")
+        for file in below:
+            files.setdefault(os.path.realpath(file), file)
+    return list(files.values())
 
 
-def matches(pattern: str) -> list[str]:
-    """What glob finds, which would follow links that go in circles for ever: ** here enters each
-    folder once."""
-    head, *rest = re.split(r"(?<![^/])\*\*(?:/|$)", pattern.replace(os.sep, "/"), maxsplit=1)
-    if not rest:
-        return glob(pattern)
-    found = (folder for top in glob(head or ".") for folder in folders(top))
-    within = [f"{escape(folder.rstrip('/'))}/{rest[0] or '*'}" for folder in found]
-    return [path for pattern in within for path in matches(pattern)]
-
-
-def folders(top: str) -> Iterator[str]:
-    """A folder and those in it, at any depth, without hidden ones, each once whatever links there
-    are to it."""
-    seen = set()
-    for folder, names, _ in os.walk(top, followlinks=True):
-        if (real := os.path.realpath(folder)) not in seen:
-            yield folder
-        names[:] = sorted(name for name in names if name[0] != "." and real not in seen)
-        seen.add(real)
-
-
-# --------------------------------------------------------------------------------------------------
-# Their documents
+def matches(pattern: Path) -> list[str]:
+    """Return what a pattern names, without hidden files. Unlike glob's, pathlib's ** does not
+    follow links, which may go in circles."""
+    found = []
+    with suppress(ValueError, OSError):  # no pattern, or too long a name
+        for path in Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))):
+            if not any(part[0] == "." and part not in pattern.parts for part in path.parts):
+                found.append(str(path))
+    return found
 
 
 @dataclass
-class Tally:
-    """What is told at the end of a whole input."""
+class Reader:
+    """Reads the documents of files, in order, and counts what is wrong with them."""
 
-    skipped: Counter = field(default_factory=Counter)  # documents, by reason
-    not_utf8: Counter = field(default_factory=Counter)  # bytes, and the documents they are in
+    files: list[str]
+    text_field: str
+    position: int = 0  # bytes of the files that were read
+    notes: dict[str, list] = field(default_factory=dict)  # what is wrong: [how often, where first]
 
+    def note(self, what: str, where: str):
+        self.notes.setdefault(what, [0, where])[0] += 1
 
-HEAD_BYTES = 8000  # in which git, too, looks for a NUL byte
-MAGIC_BYTES = {  # of files in which a NUL may come later, or that need another word
-    b"%PDF-": "PDF", b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF",
-    b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"BZh91AY&SY": "bzip2",
-    b"\x93NUMPY": "npy", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
-}  # fmt: skip
+    def documents(self) -> Iterator[tuple[int, BinaryIO]]:
+        """Yield the size of each document, in bytes, and its text as an open file. Raise UserError
+        if a file is damaged, OSError if the disk is."""
+        for file in self.files:
+            start = self.position
+            try:
+                with open(file, "rb", buffering=1 << 16) as raw:
+                    for document in self.documents_in(raw):
+                        yield document
+                        self.position = start + raw.tell()
+            except Exception as error:  # each library has its own
+                if isinstance(error, ImportError) or getattr(error, "errno", None) in DISK_ERRNOS:
+                    raise
+                raise UserError(f"--input {file} can't be read: {error}") from error
 
-
-def no_text(begin: bytes) -> str:
-    """What a file that begins so holds instead of text in UTF-8; none: it may be text."""
-    kinds = (kind for magic, kind in MAGIC_BYTES.items() if begin.startswith(magic))
-    has_nul = b"\0" in begin[:HEAD_BYTES]
-    return next(kinds, "binary or UTF-16 (a NUL byte)" if has_nul else "")
-
-
-def count_not_utf8(text: bytes) -> int:
-    """How many bytes of text are not UTF-8."""
-    try:
-        text.decode()
-        return 0
-    except UnicodeDecodeError:
-        return len(text) - len(text.decode(errors="ignore").encode())
-
-
-def utf8(text) -> bytes | None:
-    """What a record has under --text-field; None if that is no text. Half a surrogate pair becomes
-    U+FFFD, as in tiktoken."""
-    if not isinstance(text, str):
-        return None
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
-
-def json_text(line: bytes, text_field: str) -> bytes | None:
-    try:
-        return utf8(json.loads(line)[text_field])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
-def texts_in(raw: BinaryIO, text_field: str) -> Iterator[bytes | None]:
-    """The text of each line or row of an open file, or the file itself, in blocks."""
-    stream = raw
-    try:
-        if raw.name.endswith(".gz"):
-            stream = gzip.open(raw)
-        if raw.name.endswith(".zst"):
+    def documents_in(self, raw: io.BufferedReader) -> Iterator[tuple[int, BinaryIO]]:
+        match = RECORDS.search(raw.name.lower())
+        kind, packing = match.groups() if match else ("", None)
+        stream = raw
+        if packing == ".gz":
+            stream = gzip.GzipFile(fileobj=raw)
+        elif packing == ".zst":
             import pyarrow
 
             stream = io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))
-        if raw.name.endswith(".parquet"):
-            import pyarrow.parquet
-
-            table = pyarrow.parquet.ParquetFile(raw, buffer_size=PIECE)
-            for rows in table.iter_batches(64, columns=[text_field]):
-                yield from map(utf8, rows.column(text_field).to_pylist())
-        elif raw.name.endswith(RECORDS):
-            yield from (json_text(line, text_field) for line in stream)
+        head = stream.peek(8000)[:8000].removeprefix(BOM)
+        if kind == "json" and not head.lstrip().startswith(b"["):
+            kind = ""  # like package.json: one text
+        num_bad = head.decode(errors="replace").count("\ufffd")
+        is_text = not (head.startswith(NOT_TEXT) or b"\0" in head or 2 * num_bad > len(head))
+        if kind != "parquet" and not is_text:
+            self.note("skipped, no text in UTF-8", raw.name)
+        elif not kind:
+            if not head:
+                self.note("skipped, empty", raw.name)
+            if num_bad > 1:  # one may be a character that the head cuts
+                self.note("kept, with bytes that are not UTF-8", raw.name)
+            stream.read(len(BOM) if stream.peek().startswith(BOM) else 0)
+            yield os.path.getsize(raw.name), stream
         else:
-            yield from iter(partial(stream.read, PIECE), b"")
-    except Exception as error:  # each library has its own
-        cure = f": pip install {error.name}" if isinstance(error, ImportError) else ""
-        raise ValueError(f"--input {raw.name} can't be read: {error}{cure}") from error
+            for number, record in enumerate(records(stream, kind, self.text_field), 1):
+                where = f"{raw.name}, record {number}"
+                text = record.get(self.text_field) if isinstance(record, dict) else record
+                if isinstance(text, str):
+                    # Half a surrogate pair becomes U+FFFD, as in tiktoken.
+                    pairs = text.encode("utf-16", "surrogatepass")
+                    content = pairs.decode("utf-16", "replace").encode()
+                    yield len(content), io.BytesIO(content)
+                elif isinstance(record, dict) and self.text_field not in record:
+                    fields = ", ".join(map(str, record))
+                    where += f" (fields there: {fields}; choose one with --text-field)"
+                if not text or not isinstance(text, str):
+                    self.note(f"skipped, no text in the field {self.text_field}", where)
 
 
-def read(files: list[str], text_field: str, skipped: Counter) -> Iterator[Iterable[bytes]]:
-    """Each document as blocks of UTF-8. Records without text are counted in skipped, with the
-    number of a file's first, and files without, with the first of their kind."""
-    firsts = {}
-    for file in files:
-        with open(file, "rb") as raw:
-            texts = texts_in(raw, text_field)
-            if file.endswith(RECORDS):
-                why = f"no text under --text-field {text_field} in {file}"
-                yield from each_alone(texts, why, skipped)
-            elif kind := no_text(begin := next(texts, b"")):
-                skipped[firsts.setdefault(kind, f"{kind} instead of UTF-8 text, first {file}")] += 1
+def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
+    """Yield the lines, elements or rows of a file: dicts, or whatever else they are."""
+    if kind == "jsonl":
+        for line in stream:
+            record = None
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            yield record
+    elif kind == "parquet":
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.ParquetFile(stream, buffer_size=PIECE)
+        if text_field not in table.schema_arrow.names:
+            yield dict.fromkeys(table.schema_arrow.names)
+            return
+        for rows in table.iter_batches(64, columns=[text_field]):
+            yield from rows.to_pylist()
+    else:
+        csv.field_size_limit(1 << 28)
+        with io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="") as text:
+            if kind == "json":
+                yield from elements(text)
             else:
-                yield chain([begin], texts)
+                yield from csv.DictReader(text, delimiter="," if kind == "csv" else "\t")
 
 
-def each_alone(texts: Iterable[bytes | None], why: str, skipped: Counter) -> Iterator[list[bytes]]:
-    first = None
-    for n, text in enumerate(texts, 1):
-        if text is None:
-            first = first or f"{why}, first in line {n:,}"
-            skipped[first] += 1
-        else:
-            yield [text]
+def elements(stream: io.TextIOWrapper) -> Iterator:
+    """Yield the elements of a JSON array, which may be larger than the memory."""
+    decode = json.JSONDecoder().raw_decode
+    text, more = "", stream.read(1 << 14).lstrip()[1:].lstrip()
+    while more and len(text) < 1 << 28:
+        text += more
+        with suppress(ValueError):  # the last element of text is not whole yet
+            while not text.startswith("]"):
+                value, end = decode(text)
+                yield value
+                text = text[end:].lstrip(" \t\r\n,")
+        # Little at a time, since each element copies what follows it.
+        more = stream.read(max(1 << 14, len(text)))
+    if not text.startswith("]"):
+        raise ValueError("its array has no end, or an element that is no JSON")
 
 
 # Where GPT-2's pattern begins a token, whatever comes before and after: at a space or line end that
@@ -171,39 +177,16 @@ def each_alone(texts: Iterable[bytes | None], why: str, skipped: Counter) -> Ite
 BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^\s\xc2\xe1-\xe3])")
 
 
-def pieces(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """A document in pieces of about PIECE bytes, cut where no token spans the cut: their tokens
-    are the document's, and a document of any length takes little memory."""
-    text, enough = bytearray(), 2 * PIECE
-    for block in blocks:
+def pieces(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield a document in pieces of about PIECE bytes, cut where no token spans the cut: their
+    tokens are the document's, and a document of any length takes little memory."""
+    text = block = stream.read(PIECE)
+    while block:
+        block = stream.read(PIECE)
         text += block
-        while len(text) >= enough:
-            if cut := BOUNDARY.search(text, PIECE):
-                yield bytes(text[: cut.start()])
-                del text[: cut.start()]
-            enough = 2 * PIECE if cut else 2 * len(text)
+        cut = BOUNDARY.search(text, max(PIECE, len(text) - len(block) - 1))
+        if cut:
+            yield text[: cut.start()]
+            text = text[cut.start() :]
     if text:
-        yield bytes(text)
-
-
-def sample(files: list[str], text_field: str) -> tuple[int, bytes]:
-    """About how many bytes of text the files hold, and some of it."""
-    sizes = {file: os.path.getsize(file) for file in files}
-    size, text, some = 0, 0.0, b""
-    for file in sorted(files, key=sizes.get)[:: -1 - len(files) // 16]:  # the largest among them
-        begin, num_read = beginning(file, text_field)
-        begin = b"" if no_text(begin) and not file.endswith(RECORDS) else begin
-        size, text = size + sizes[file], text + len(begin) * sizes[file] / max(num_read, 1)
-        some += begin[: 1 << 15]
-    return int(text * sum(sizes.values()) / max(size, 1)), some
-
-
-def beginning(file: str, text_field: str) -> tuple[bytes, int]:
-    """Much more text than a decompressor reads ahead, and how many bytes of the file it is."""
-    begin = bytearray()
-    with open(file, "rb") as raw:
-        for text in texts_in(raw, text_field):
-            begin += text or b""
-            if len(begin) > 16 * PIECE:
-                return bytes(begin), raw.tell()
-    return bytes(begin), os.path.getsize(file)
+        yield text

@@ -1,7 +1,6 @@
 """What the tests share: a tiny data set, and runs of train_gpt2.py in processes of their own."""
 
 import hashlib
-import io
 import itertools
 import json
 import multiprocessing
@@ -13,12 +12,11 @@ import shutil
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,14 +29,15 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # else the first optimizer does, and keeps its callers' frames and files
+from filelock import FileLock
+from safetensors.torch import load_file
 
 import dataloader
 import prepare_data
 import train_gpt2
-from model import GPT, GPTConfig
 from support import checkpoint
-from support.checkpoint import checkpoints, read_checkpoint
-from support.files import locked, missing_vocab
+from support.cli import spell
+from support.files import missing_vocab
 
 torch.backends.mps.is_available = lambda: False
 
@@ -114,14 +113,8 @@ def flags(**changes) -> list[str]:
         if isinstance(value, bool):
             line.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
         elif value is not None:
-            line += [train_gpt2.spell(name), str(value)]
+            line += [spell(name), str(value)]
     return line
-
-
-@pytest.fixture
-def shapes_at_hand(monkeypatch):
-    """What reads a checkpoint makes a network, for its shapes alone: here each once."""
-    monkeypatch.setattr(checkpoint, "GPT", lru_cache(GPT))
 
 
 @pytest.fixture(scope="session")
@@ -133,18 +126,12 @@ def once(tmp_path_factory) -> Callable:
 
     def get(name: str, make: Callable) -> Path:
         folder = root / f"once-{name}"
-        while not (folder / "made").exists():
-            try:
-                lock = locked(root / f"lock-{name}")
-            except BlockingIOError:  # the system frees it if its owner dies
-                time.sleep(0.05)
-                continue
-            with lock:
-                if not (folder / "made").exists():
-                    shutil.rmtree(folder, ignore_errors=True)
-                    folder.mkdir()
-                    make(folder)
-                    (folder / "made").touch()
+        with FileLock(root / f"lock-{name}"):
+            if not (folder / "made").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                (folder / "made").touch()
         return folder
 
     return get
@@ -181,23 +168,18 @@ def make_data(folder: Path) -> Path:
     return folder / "tokens"
 
 
-def questions(folder: Path, count: int = 20, token: int | None = None) -> Path:
-    """Multiple-choice questions of words without sense, as bytes; token is put in as the last."""
+def questions(folder: Path, count: int = 20) -> Path:
+    """Multiple-choice questions of words without sense, in HellaSwag's format."""
     rng = np.random.default_rng(5)
 
     def text(most: int) -> str:
         return "".join(rng.choice([*" abcdefgh"], rng.integers(1, most))).strip() or "a"
 
-    lines = [{"ctx": text(20), "endings": [text(9) for _ in range(4)], "label": int(label)}
-             for label in rng.integers(0, 4, count)]  # fmt: skip
-    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare = ["--multiple-choice", str(folder / "questions.jsonl"), "--tokenizer", "bytes"]
-    with redirect_stdout(io.StringIO()):
-        assert prepare_data.main([*prepare, "--data-dir", str(folder / "asked")]) == 0
-    path = folder / "asked" / "questions.bin"
-    if token:
-        path.write_bytes(path.read_bytes()[:-2] + token.to_bytes(2, "little"))
-    return path
+    records = []
+    for label in rng.integers(0, 4, count):
+        endings = [text(9) for _ in range(4)]
+        records.append({"ctx": text(20), "endings": endings, "label": int(label)})
+    return jsonl(folder / "questions.jsonl", *records)
 
 
 def write_shard(path: Path, tokens: np.ndarray):
@@ -258,14 +240,14 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
 
     def log_and_die(run, *args):
         log_step(run, *args)
-        if run.state.step == kill_after:
+        if run.step == kill_after:
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one
 
     train_gpt2.log_step = log_and_die
-    # these take a quarter of a second each, and no number of a run has them
+    # These take a quarter of a second each, and no number of a run depends on them.
     train_gpt2.device.matmul_tflops = lambda *_: 1.0
-    if "--hellaswag" not in argv:  # drawn where a run is watched
-        train_gpt2.log.draw_loss = lambda path: False
+    if "--log-every" not in argv:  # a test that wants loss.png says so by this flag
+        train_gpt2.logger.draw_losses = lambda *_: None
     code = 1
     try:
         if inject:
@@ -392,35 +374,24 @@ def losses(out_dir: Path) -> dict[int, float]:
     return records(out_dir, "loss")
 
 
-def state_of(step: int, muon: bool = False, **parts) -> dict:
-    """What the checkpoint of a very small network holds, every number of it its step."""
-    model = GPT(shape := GPTConfig(4, 2, 1, 1, 4, False))
-    params = [p for group in model.decay_groups() for p in group]
-    full = lambda tensor: torch.full_like(tensor, step, requires_grad=False)  # noqa: E731
-    with_muon = {*model.matrices()} if muon else ()
-
-    def moments(p) -> dict:
-        if p in with_muon:
-            return {"momentum_buffer": full(p)}
-        return {"exp_avg": full(p), "exp_avg_sq": full(p), "step": full(torch.zeros(()))}
-
-    state = {
-        "step": step, "position": step, "val_losses": {},
-        "model": {name: full(tensor) for name, tensor in model.state_dict().items()},
-        "optimizer": dict(enumerate(map(moments, params))), "scaler": {},
-        "identity": asdict(shape) | {"muon": muon}, "config": {"seed": 1}, "environment": {},
-    }  # fmt: skip
-    return state | parts
-
-
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
-    """The weights in the newest checkpoint of a run."""
-    return read_checkpoint(checkpoints(out_dir)[0])["model"]
+    """The weights in the newest checkpoint of a run, as they are stored."""
+    return load_file(checkpoint.checkpoints(out_dir)[0] / "model.safetensors")
+
+
+def optimizer_state(out_dir: Path) -> dict[str, torch.Tensor]:
+    """The state of the optimizer in the newest checkpoint of a run."""
+    return load_file(checkpoint.checkpoints(out_dir)[0] / "optimizer.safetensors")
+
+
+def saved_state(out_dir: Path) -> dict:
+    """What state.json in the newest checkpoint of a run says."""
+    return checkpoint.read_state(checkpoint.checkpoints(out_dir)[0])
 
 
 def digest(out_dir: Path) -> str:
-    """SHA-256 of the weights in the newest checkpoint of a run."""
-    digest = hashlib.sha256()
-    for name, tensor in weights(out_dir).items():
-        digest.update(name.encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()
+    """SHA-256 of weights and optimizer state in the newest checkpoint of a run."""
+    sha256 = hashlib.sha256()
+    for name, tensor in {**weights(out_dir), **optimizer_state(out_dir)}.items():
+        sha256.update(name.encode() + tensor.numpy().tobytes())
+    return sha256.hexdigest()

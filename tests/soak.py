@@ -1,32 +1,26 @@
-"""Runs are killed, stopped and damaged at random for as long as asked, and lose nothing.
+"""Kill, stop and damage runs at random, for as long as asked, and see that nothing is lost.
 
     python tests/soak.py --minutes 60
-    python tests/soak.py --minutes 1 --ranks 2 --seed 7     # the same deaths, moments and damages
 
-One run after the other, on 1, 2 and 3 ranks in turn, without dropout and with it, is started again
-with the same command until it ends by itself, every second time with its saves in the background,
-as on a GPU. In between it dies in a way and at a moment that are drawn, its clock jumps, and what
-lies on the disk is damaged: checkpoints, the log, the data. After each death the newest good
-checkpoint must be one that was acknowledged, or newer. Each loss, validation and sample that it
-ever writes must be, bit for bit, that of a run that nothing happened to, none may be missing at the
-end, and the weights must be the same. Its data are prepared anew before each run, through deaths
-and damages too, and must be the same bytes.
-
-Writes benchmarks/results/soak-<device>-<date>.json.
+Runs on 1, 2 and 3 ranks in turn, without dropout and with it, are started again with the same
+command until they end by themselves. In between they die, their clock jumps, and checkpoints, the
+log and the data are damaged. After each death the newest good checkpoint must be one that was
+acknowledged, or newer. Each loss, validation and sample that a run ever logs must be, bit for bit,
+that of a run that nothing happened to; at the end none may be missing, and the weights must be the
+same. Writes benchmarks/results/soak-<device>-<date>.json.
 """
 
 import argparse
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import cycle, product
@@ -38,272 +32,152 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import conftest
 import machine
-import numpy as np
-import test_faults
+import torch
+from test_faults import crash, flip
 
-import train_gpt2
-from support.checkpoint import checkpoints, is_good, read_checkpoint
-from support.files import locked
+from support.checkpoint import checkpoints, newest, step_of
 
 STEPS, DROPOUTS = 400, (0.0, 0.1)
-DEATHS = {"KILL": 40, "TERM": 20, "INT": 10, "KILL of one rank": 15, "STOP and CONT": 10, "disk": 5}
-DAMAGES = {"none": 60, "bit": 6, "cut": 6, "deleted": 4, "litter": 4, "log: bit": 4, "log: cut": 4,
-           "log: foreign lines": 4, "log: deleted": 2, "data: bit": 2, "data: cut": 2,
-           "data: deleted": 2}  # fmt: skip
-LOST = ("runs that differ", "figures missing", "data that differ")  # counts that must stay 0
-# what a log must have of each step where it is due
+DEATHS = ["KILL", "KILL", "KILL", "TERM", "TERM", "INT", "KILL-one", "STOP", "full-disk", "write"]
+DAMAGES = ["none"] * 12 + ["bit", "cut", "deleted"] * 2 + ["log-bit", "log-cut", "log-foreign"]
+DAMAGES += ["log-deleted", "data-cut", "data-deleted"]
 FIGURES = ("loss", "val_loss", "perplexity", "sample")
 
 
-def command(data: Path, dropout: float) -> list[str]:
-    changes = {"steps": STEPS, "save_every": 5, "keep": 3, "warmup_steps": 20, "eval_every": 15,
-               "sample_tokens": 20}  # fmt: skip
-    return [*conftest.flags(data_dir=data, out_dir="run", dropout=dropout, **changes), "--resume"]
-
-
-def prepare(room: int, in_background: bool, jump_s: float, rank: int):
-    """Injection: no file may grow beyond room bytes, so that a save fails; saves as on a GPU; a
-    clock that is wrong, and jumps back by as much after a while."""
+def disturb(room: int, operation: int, jump_s: float, rank: int):
+    """Injection: a limit of the size of files, a death at one, and a clock that jumps."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-    if in_background:
-        train_gpt2.folder.Saver.in_background = property(lambda self: True)
+    crash(operation if rank == 0 else 0)
     clock, begin = time.time, time.monotonic()
     time.time = lambda: clock() + (jump_s if time.monotonic() - begin < 2 else -jump_s)
 
 
-def start(rng: random.Random, argv: list[str], folder: Path, ranks: int, death: str) -> list:
-    room = rng.randrange(100_000, 250_000) if death == "disk" else resource.RLIM_INFINITY
-    jump_s = rng.choice([0, 3600, -86400 * 365, 86400 * 3650])
-    inject = partial(prepare, room, rng.random() < 0.5, jump_s)
-    folder.mkdir(exist_ok=True)
-    for name in ("rank0.out", "rank0.err"):  # it may end before it opens them
-        (folder / name).write_text("")
-    return conftest.start_ranks(argv, folder, ranks, inject=inject)
-
-
-def bring_death(rng: random.Random, processes: list, death: str, folder: Path) -> bool:
-    """Whether the run was still alive when it came. It comes at some moment of the run, or as soon
-    as a save begins."""
-    moment = time.monotonic() + rng.uniform(0.2, 6)
-    in_save = rng.random() < 0.5
-    while all(process.is_alive() for process in processes):
-        saving = in_save and any((folder / "run").glob("*.tmp"))
-        if time.monotonic() > moment or saving:
-            break
-        time.sleep(0.001)
-    alive = all(process.is_alive() for process in processes)
-    chosen = [rng.choice(processes)] if death in ("KILL of one rank", "TERM", "INT") else processes
-    numbers = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "STOP and CONT": signal.SIGSTOP}
-    for process in chosen if death != "disk" else []:
-        send(process, numbers.get(death, signal.SIGKILL))
-    if death == "STOP and CONT":
-        time.sleep(rng.uniform(0.1, 2))
-        for process in processes:
-            send(process, signal.SIGCONT)
-    return alive
-
-
-def send(process, number: int):
-    if process.is_alive():
-        os.kill(process.pid, number)
-
-
-def stop_the_rest(processes: list):
-    """What torchrun does when a rank has died: those that can't notice it, since they have not met
-    it yet, would wait for it. The others have ten seconds to notice it by themselves."""
-    while all(process.is_alive() for process in processes):
-        time.sleep(0.01)
-    for process in processes if any(process.exitcode for process in processes) else []:
-        process.join(10 if process.is_alive() else 0)
-        send(process, signal.SIGTERM)
-
-
-def end_of(processes: list, folder: Path) -> tuple[int, str]:
-    """The exit code of rank 0, and its errors; another rank may die as rank 0 is done."""
+def send(processes: list, number: int):
     for process in processes:
-        process.join(120)
-        assert process.exitcode is not None, "a rank hangs"
-    return processes[0].exitcode, (folder / "rank0.err").read_text()
+        if process.is_alive():
+            os.kill(process.pid, number)
 
 
-class Ledger:
-    """What a run has logged since it was begun, read before anything damages its log. A figure that
-    is written again, as after a resume, must be what it was."""
+class SoakedRun:
+    """A run that is made to its end through deaths, and what it has logged in all of its lives."""
 
-    def __init__(self, log: Path):
-        self.log, self.offset = log, 0
-        self.saved, self.last_step = [], 0  # saves since the last damage of a checkpoint
+    def __init__(self, folder: Path, data: Path, dropout: float, ranks: int):
+        changes = {"steps": STEPS, "save_every": 5, "keep": 3, "warmup_steps": 20, "eval_every": 15}
+        line = conftest.flags(data_dir=data, out_dir="run", dropout=dropout, **changes)
+        self.argv, self.folder, self.data, self.ranks = [*line, "--resume"], folder, data, ranks
+        self.log, self.offset = folder / "run" / "log.jsonl", 0
+        self.saved = 0  # the newest step that was acknowledged, and not damaged
         self.figures = {name: {} for name in FIGURES}
 
-    def read(self):
-        """Take in the whole lines that are new."""
+    def live(self, rng: random.Random, death: str) -> tuple[list[int], str]:
+        """Start it, and have it die at some moment, or as soon as a save begins. Return the exit
+        codes of the ranks, and what they wrote on stderr."""
+        room = rng.randrange(60_000, 250_000) if death == "full-disk" else resource.RLIM_INFINITY
+        operation = rng.randrange(1, 500) if death == "write" else 0
+        inject = partial(disturb, room, operation, rng.choice([0, 3600, -86400 * 365]))
+        processes = conftest.start_ranks(self.argv, self.folder, self.ranks, None, inject)
+        moment, in_save = time.monotonic() + rng.uniform(0.2, 6), rng.random() < 0.5
+        while all(process.is_alive() for process in processes) and time.monotonic() < moment:
+            if in_save and any((self.folder / "run").glob("*.tmp")):
+                break
+            time.sleep(0.001)
+        if death not in ("full-disk", "write"):
+            chosen = [rng.choice(processes)] if death == "KILL-one" else processes
+            send(chosen, getattr(signal, f"SIG{death.partition('-')[0]}"))
+        if death == "STOP":
+            time.sleep(rng.uniform(0.1, 2))
+            send(processes, signal.SIGCONT)
+        while all(process.is_alive() for process in processes):
+            time.sleep(0.01)
+        for number in (0, signal.SIGTERM, signal.SIGKILL):  # when one has failed, as torchrun does
+            send(processes, number if any(process.exitcode for process in processes) else 0)
+            for process in processes:
+                process.join(15)
+        codes = [process.exitcode for process in processes]
+        assert None not in codes, "a rank hangs"
+        return codes, "".join(path.read_text() for path in self.folder.glob("rank*.err"))
+
+    def read_log(self):
+        """Take in the whole lines that are new. A figure that is written again must be the same."""
         content = self.log.read_bytes()[self.offset :] if self.log.exists() else b""
         lines = content[: content.rfind(b"\n") + 1]
         self.offset += len(lines)
         for line in lines.splitlines():
+            record = {}
             with suppress(ValueError):  # torn by a death
-                self.take(json.loads(line))
+                record = json.loads(line)
+            for name in record.keys() & {*FIGURES}:
+                step, value = record["step"], record[name]
+                assert self.figures[name].setdefault(step, value) == value, (name, record)
+            self.saved = max(self.saved, record.get("saved", 0))
 
-    def take(self, record: dict):
-        for name in record.keys() & {*FIGURES}:
-            step, value = record["step"], record[name]
-            assert self.figures[name].setdefault(step, value) == value, (name, record)
-        if "loss" in record:
-            self.last_step = max(self.last_step, record["step"])
-        if "saved" in record:
-            self.saved.append(record["saved"])
+    def newest_good_step(self) -> int:
+        path = newest(self.folder / "run")
+        return step_of(path) if path else 0
 
-    def skip(self):
-        """Leave out what is in the log now: it was damaged after it was read."""
-        self.offset = self.log.stat().st_size if self.log.exists() else 0
+    def damage(self, rng: random.Random, name: str):
+        """Damage a file of the newest of several checkpoints, the log, or a shard."""
+        *kind, how = name.split("-")
+        files = [self.log] if kind == ["log"] else sorted(self.data.glob("train*.bin"))
+        if not kind:
+            paths = checkpoints(self.folder / "run")[:-1][:1]
+            files = sorted(file for path in paths for file in path.iterdir())
+        path = rng.choice(files or [self.folder])
+        size = path.stat().st_size if path.is_file() else 0
+        if how == "deleted" and size:
+            path.unlink()
+        elif how == "foreign" and size:
+            path.write_bytes(path.read_bytes() + b'null\n[[[\n{"step": "x"}\n\xff\0\n')
+        elif how == "cut" and size:
+            os.truncate(path, rng.randrange(size))
+        elif how == "bit" and size:
+            flip(path, rng.randrange(8 * size))
+        if name != "none":
+            self.saved = self.newest_good_step()
+        if kind == ["log"]:  # what is in it now was damaged after it was read
+            self.offset = self.log.stat().st_size if self.log.exists() else 0
 
-
-def good_steps(folder: Path) -> list[int]:
-    paths = checkpoints(folder / "run")
-    return [read_checkpoint(path)["step"] for path in paths if is_good(path)]
-
-
-def damaged(rng: random.Random, content: bytes, how: str) -> bytes:
-    """content with one bit changed somewhere in the middle, or its end cut off."""
-    if how == "cut":
-        return content[: rng.randrange(len(content))]
-    place = rng.randrange(len(content) // 4, 3 * len(content) // 4 + 1)
-    return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
-
-
-def damage(rng: random.Random, folder: Path, data: Path, how: str) -> bool:
-    """Damage the newest of at least two good checkpoints, the log, or a training shard."""
-    kind, _, how = how.rpartition(": ")
-    if how == "litter":
-        (folder / "run").mkdir(exist_ok=True)
-        (folder / "run" / "checkpoint_999999.pt.tmp").write_bytes(b"half")
-        return True
-    log, shards = folder / "run" / "log.jsonl", sorted(data.glob("train*.bin"))
-    path = log if kind == "log" else rng.choice(shards) if kind == "data" else None
-    if not kind and how != "none" and len(good_steps(folder)) >= 2:
-        path = checkpoints(folder / "run")[0]
-    if not path or not path.exists() or path.stat().st_size < 8:
-        return False
-    if how == "deleted":
-        path.unlink()
-    elif how == "foreign lines":
-        lines = ["null", "7", "[[[", '{"step": "x", "loss": {}}', '{"step": 1, "val_loss": null}']
-        path.write_bytes(path.read_bytes() + "\n".join(lines).encode() + b"\n\xff\0\n")
-    else:
-        path.write_bytes(damaged(rng, path.read_bytes(), how))
-    return True
-
-
-def one_run(
-    rng: random.Random, argv: list[str], folder: Path, data: Path, ranks: int, counts: Counter
-) -> Ledger:
-    """A run to its end, through deaths. Returns all that it logged."""
-    ledger, owed, how = Ledger(folder / "run" / "log.jsonl"), 0, ""
-    whole = shutil.copytree(data, folder.with_name("whole"))
-    for _ in range(200):
-        [death] = rng.choices(list(DEATHS), DEATHS.values())
-        processes = start(rng, argv, folder, ranks, death)
-        if bring_death(rng, processes, death, folder):
-            counts[death] += 1
-        stop_the_rest(processes)
-        code, err = end_of(processes, folder)
-        early = {-signal.SIGKILL, -signal.SIGTERM}  # before it had a handler
-        if death == "INT" and not err + (folder / "rank0.out").read_text():
-            early.add(1)  # before main: forkserver ends the child without a word
-        bad_data = {2} if how.startswith("data") else set()
-        expected = code in {0, 3, 5, 6, 130} | early | bad_data
-        assert expected or "KeyboardInterrupt" in err, (code, death, how, err)
-        assert "Traceback" not in err or re.search(r"KeyboardInterrupt(: )?\s*$", err), err
-        ledger.read()
-        counts["cycles"] += 1
-        good = good_steps(folder)
-        assert max(good, default=0) >= max(ledger.saved, default=owed), (ledger.saved, owed, good)
-        assert len(good) >= min(2, len({*ledger.saved})), (ledger.saved, good)
-        if how.startswith("data"):
-            shutil.rmtree(data)
-            shutil.copytree(whole, data)
-        if code == 0:
-            shutil.rmtree(whole)
-            return ledger
-        counts["steps redone"] += max(ledger.last_step - max(good, default=0), 0)
-        ledger.last_step = min(ledger.last_step, max(good, default=0))
-        counts["fell back"] += "trying the one before it" in err
-        [how] = rng.choices(list(DAMAGES), DAMAGES.values())
-        if not damage(rng, folder, data, how):
-            how = "none"
-            continue
-        counts[f"damage: {how}"] += 1
-        if how.startswith("log"):
-            ledger.skip()
-        ledger.saved, owed = [], max(good_steps(folder), default=0)
-        locked(folder / "run").close()  # the system has freed it
-    raise AssertionError("a run that never ends")
+    def make(self, rng: random.Random, counts: Counter):
+        whole, name = self.folder.with_name("whole"), ""
+        shutil.copytree(self.data, whole, dirs_exist_ok=True)
+        while True:
+            death = rng.choice(DEATHS)
+            codes, err = self.live(rng, death)
+            self.read_log()
+            counts.update(["starts", death] if any(codes) else ["starts"])
+            counts["fell back"] += "trying the checkpoint before it" in err
+            # 1: a rank has lost another one, or Ctrl-C came before main; 2: the data is damaged
+            allowed = {0, 3, 6, 130, 137, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
+            allowed |= {1} if self.ranks > 1 or "KeyboardInterrupt" in err or not err else set()
+            assert {*codes} <= allowed | ({2} if "data" in name else set()), (codes, err)
+            assert self.newest_good_step() >= self.saved, (self.saved, death)
+            shutil.copytree(whole, self.data, dirs_exist_ok=True)
+            if not any(codes):
+                return
+            name = rng.choice(DAMAGES)
+            self.damage(rng, name)
+            counts[f"damage {name}"] += 1
 
 
-def make_data_through_deaths(rng: random.Random, work: Path, counts: Counter) -> Path:
-    """The data once more, by a preparation that dies at any of its operations on files, and whose
-    unfinished shards are damaged in between."""
-    shutil.rmtree(work / "data", ignore_errors=True)
-    (work / "data").mkdir()
-    tokens = work / "data" / "tokens"
-    while not tokens.exists():
-        crash = test_faults.Crash(rng.randrange(1, 90))
-        code = test_faults.in_child(partial(conftest.make_data, work / "data"), crash)
-        assert code in (0, 137), code
-        counts["preparations that died"] += code == 137
-        files = sorted(tokens.with_name("tokens.unfinished").glob("*[0-9.n]"))
-        if code and files and rng.random() < 0.3:
-            how, path = rng.choice(["bit", "cut", "deleted"]), rng.choice(files)
-            if how != "deleted" and path.stat().st_size > 8:
-                path.write_bytes(damaged(rng, path.read_bytes(), how))
-            else:
-                path.unlink()
-            counts["unfinished shards damaged"] += 1
-    return tokens
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
-
-
-def soak(
-    minutes: float, world_sizes: list[int], seed: int, work: Path, report: Callable
-) -> Counter:
-    """Runs for so many minutes; report is told after each what has been found so far."""
-    (work / "data").mkdir()
-    data, oracles, counts, rng = (
-        conftest.make_data(work / "data"),
-        {},
-        Counter(),
-        random.Random(seed),
-    )
-    bytes_of_data = contents(data)
-    for dropout, ranks in product(DROPOUTS, world_sizes):
-        oracle = work / f"oracle-{dropout}-{ranks}"
-        code, _, err = conftest.train(command(data, dropout), oracle, ranks)
-        assert code == 0, err
-        ledger = Ledger(oracle / "run" / "log.jsonl")
-        ledger.read()
-        oracles[dropout, ranks] = ledger.figures, conftest.digest(oracle / "run")
-    begin = time.monotonic()
-    for dropout, ranks in cycle(product(DROPOUTS, world_sizes)):
+def soak(minutes: float, sizes: list[int], seed: int, work: Path) -> Iterator[Counter]:
+    """Make runs for so many minutes, and yield after each what has happened and been found."""
+    (work / "made").mkdir()
+    data, counts, rng = conftest.make_data(work / "made"), Counter(), random.Random(seed)
+    wholes, begin = {}, time.monotonic()
+    for key in product(DROPOUTS, sizes):
+        whole = wholes[key] = SoakedRun(work / f"whole-{key}", data, *key)
+        assert conftest.train(whole.argv, whole.folder, whole.ranks)[0] == 0
+        whole.read_log()
+    for key in cycle(wholes):
+        run, whole = SoakedRun(work / "soaked", data, *key), wholes[key]
+        run.make(rng, counts)
+        found = [(one.figures, conftest.digest(one.folder / "run")) for one in (run, whole)]
+        counts.update({"runs": 1, "runs that differ": found[0] != found[1]})
+        shutil.rmtree(run.folder)
+        counts["minutes"] = round((time.monotonic() - begin) / 60)
+        yield counts
         if time.monotonic() - begin >= 60 * minutes:
-            return counts
-        folder = work / "soaked"
-        data = make_data_through_deaths(rng, work, counts)
-        counts["data that differ"] += contents(data) != bytes_of_data
-        ledger = one_run(rng, command(data, dropout), folder, data, ranks, counts)
-        figures, digest = oracles[dropout, ranks]
-        counts["figures missing"] += sum(
-            len(figures[name].keys() - ledger.figures[name].keys()) for name in FIGURES
-        )
-        differs = (ledger.figures, conftest.digest(folder / "run")) != (figures, digest)
-        counts["runs that differ"] += differs
-        counts["runs"] += 1
-        shutil.rmtree(folder)
-        passed = (time.monotonic() - begin) / 60
-        print(f"{passed:.1f} min: {json.dumps(counts)}", flush=True)
-        report({"counts": counts, "minutes": passed})
+            return
 
 
 def main() -> int:
@@ -312,14 +186,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    env = {"device": "cpu", "torch": str(train_gpt2.torch.__version__), "numpy": np.__version__}
-    content = {"settings": vars(args), "environment": machine.environment(env)}
-    path = machine.results_path("soak", content["environment"]["device_name"])
+    environment = machine.environment({"device": "cpu", "torch": torch.__version__})
+    path = machine.results_path("soak", environment["device_name"])
     with TemporaryDirectory() as work:
-        report = lambda found: machine.save(path, content | found)  # noqa: E731
-        counts = soak(args.minutes, args.ranks, args.seed, Path(work), report)
-    print(path.relative_to(machine.REPO))
-    return int(any(counts[name] for name in LOST))
+        for counts in soak(args.minutes, args.ranks, args.seed, Path(work)):
+            print(json.dumps(counts), flush=True)
+            machine.save(path, vars(args) | {"environment": environment, "counts": counts})
+    return int(counts["runs that differ"] > 0)
 
 
 if __name__ == "__main__":

@@ -1,279 +1,253 @@
-"""Tests ../support/checkpoint.py: no damage and no lie of a checkpoint is believed."""
+"""Tests ../support/checkpoint.py: what is saved is read back to the bit, or refused by name."""
 
-import os
-import struct
-import sys
-import zipfile
-from collections.abc import Sequence
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import each_flipped, state_of
+from conftest import digest, each_flipped, flags, losses, train
+from safetensors.torch import load_file
 
 from model import GPT, GPTConfig
-from support.checkpoint import (
-    PARTS,
-    checkpoints,
-    digest,
-    is_good,
-    load_archive,
-    newest_checkpoint,
-    read_checkpoint,
-    save_checkpoint,
-)
-from support.optimizer import Optimizer
+from support import checkpoint, pretrained
+from support.checkpoint import DamagedCheckpoint, check_readable, checkpoints, save, verify
+from support.errors import NoGoodCheckpoint, UserError
+from support.pretrained import load_weights, read
+from train_gpt2 import TrainConfig, make_optimizer
 
-pytestmark = pytest.mark.usefixtures("shapes_at_hand")
-OTHERS = [
-    *(None, True, -1, 0.5, 2**70, 1e999, float("nan"), "x", [], [1], {}, {"a": 1}, {1: 1.0}),
-    *(torch.zeros(2), [torch.zeros(2)], {"a": {"b": {}}}, {0: {"step": torch.zeros(())}}),
-]
+SHAPE = GPTConfig(vocab_size=5, seq_len=2, n_layer=1, n_head=1, n_embd=4)
+MUON = pytest.mark.parametrize("muon", [False, True])
 
 
-def written(folder: Path, saved: dict, name: str = "checkpoint_000007.pt") -> Path:
-    """saved as an attacker would write it, with a digest that fits."""
-    torch.save(saved | {"digest": digest(saved)}, folder / name)
-    return folder / name
+def after_steps(count: int, muon: bool = False) -> tuple[GPT, torch.optim.Optimizer]:
+    """Return a network and its optimizer after so many steps."""
+    model = GPT(SHAPE)
+    config = TrainConfig(muon=muon, bf16=False, steps=9, warmup_steps=0, learning_rate=0.01)
+    optimizer = make_optimizer(model, config)
+    for _ in range(count):
+        make_step(model, optimizer)
+    return model, optimizer
 
 
-def same(value, other) -> bool:
-    """Whether all that is in them is the same, to the bit."""
-    if isinstance(value, torch.Tensor):
-        is_float = value.dtype == other.dtype == torch.float32
-        return is_float and torch.equal(value.view(torch.int32), other.view(torch.int32))
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(same(value[n], other[n]) for n in value)
-    return value == other
-
-
-def check_flips(path: Path, places: Sequence[int]) -> int:
-    """How many of these flips are loaded. Each of those loads what was written, and none of the
-    others counts as good in a rotation."""
-    expected, loaded = read_checkpoint(path), 0
-    assert expected["digest"] == digest(expected)
-    for place in each_flipped(path, places):
-        try:
-            saved = read_checkpoint(path)
-        except ValueError as error:
-            assert len(str(error).splitlines()) == 1
-            assert not is_good(path), place
-        else:
-            loaded += 1
-            assert same(saved, expected) and is_good(path), place
-    return loaded
-
-
-def test_a_flipped_bit_in_the_directory_of_a_checkpoint_is_loaded_equal_or_refused(tmp_path):
-    """PyTorch skips a part that this directory calls a folder, and leaves memory as it was."""
-    path = save_checkpoint(tmp_path, state_of(7, optimizer={}), keep=2)
-    start = path.read_bytes().index(b"PK\1\2")
-    places = range(8 * start, 8 * path.stat().st_size, 7)
-    assert 0 < check_flips(path, places) < len(places) / 3
-
-
-def contents(path: Path) -> set[int]:
-    """The positions of the bytes in an archive that its CRC-32s are of."""
-    found, data = set(), path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        for part in archive.infolist():
-            name, extra = struct.unpack_from("<HH", data, part.header_offset + 26)
-            start = part.header_offset + 30 + name + extra
-            assert data[start : start + part.file_size] == archive.read(part)
-            found |= {*range(start, start + part.file_size)}
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bit", range(8))
-def test_every_flipped_bit_of_a_checkpoint_is_loaded_equal_or_refused(
-    tmp_path, bit, record_property
-):
-    """Of each byte; in what the parts hold one bit of each, since a CRC-32 is over all of them."""
-    path = save_checkpoint(tmp_path, state_of(7, optimizer={}), keep=2)
-    inside = contents(path)
-    places = [8 * n + bit for n in range(path.stat().st_size) if n not in inside or n % 8 == bit]
-    loaded = check_flips(path, places)
-    record_property("flips", f"{len(places):,}, {loaded:,} loaded, all equal")
-    assert 0 < loaded < len(places)
-
-
-def lies(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors that a file may hold in the place of this one."""
-    wide = torch.zeros(1)
-    return {
-        "of 3 numbers": torch.zeros(3), "scalar": torch.zeros(()), "empty": torch.zeros(0),
-        "a row short": tensor.detach()[:-1].clone() if tensor.dim() else torch.zeros(2),
-        "expanded": wide.expand(tensor.shape if tensor.dim() else (3,)),
-        "endless": wide.expand(1 << 40), "transposed": torch.zeros(3, 5).t(),
-        "double": tensor.detach().double(), "half": tensor.detach().half(),
-        "whole": torch.zeros(tensor.shape, dtype=torch.int64),
-        "complex": torch.zeros(tensor.shape, dtype=torch.complex64),
-        "float8": torch.zeros(tensor.shape).to(torch.float8_e4m3fn),
-        "sparse": torch.zeros(3, 3).to_sparse(), "meta": torch.zeros(tensor.shape, device="meta"),
-        "a parameter": torch.nn.Parameter(tensor.detach().clone()),
-        "nan": torch.full(tensor.shape, torch.nan), "not a tensor": 1.0,
-    }  # fmt: skip
-
-
-def step_with(path: Path):
-    """What a resumed run does with a checkpoint: load it, and update the weights."""
-    saved = read_checkpoint(path)
-    model = GPT(GPTConfig(4, 2, 1, 1, 4, False))
-    decayed, others = model.decay_groups()
-    matrices = model.matrices() if saved["identity"]["muon"] else ()
-    optimizer = Optimizer([{"params": decayed}, {"params": others}], matrices, fused=True)
-    model.load_state_dict(saved["model"])
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": saved["optimizer"], "param_groups": groups})
-    model(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)).backward()
+def make_step(model: GPT, optimizer: torch.optim.Optimizer):
+    idx = torch.tensor([[1, 2], [3, 4]])
+    model(idx, idx.flip(1)).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
-def num_refused(paths: list[Path]) -> int:
-    """How many of these checkpoints a run refuses, in a process of its own; below 0 if a signal
-    killed it."""
-    sys.stderr.flush()
-    child = os.fork()
-    if not child:
-        count = 0
-        try:
-            for path in paths:
-                try:
-                    step_with(path)
-                except ValueError:
-                    count += 1
-        finally:
-            os._exit(count)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def saved(folder: Path, step: int = 7, muon: bool = False) -> Path:
+    return save(folder, *after_steps(3, muon), {"step": step, "tokenizer": "unknown"})
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="fork is POSIX's")
-@pytest.mark.filterwarnings("ignore")  # of sparse tensors
-@pytest.mark.parametrize("muon", [False, True])
-def test_a_tensor_that_does_not_fit_its_parameter_is_refused_before_it_is_used(tmp_path, muon):
-    """The fused AdamW would write past the end of it. Each lie in every third place."""
-    plain = state_of(7, muon)
-    places = [("model", name) for name in plain["model"]]
-    places += [("optimizer", i, n) for i in plain["optimizer"] for n in plain["optimizer"][i]]
-    torch.set_num_threads(1)  # a process that has forked has no other threads
-    step_with(written(tmp_path, plain))  # here first: it imports what takes each process seconds
-    assert num_refused([written(tmp_path, plain)]) == 0
-    cases = 0
-    for place in places[::3]:
-        saved = plain | {place[0]: dict(plain[place[0]])}
-        entry = saved[place[0]]
-        for name in place[1:-1]:
-            entry[name] = entry = dict(entry[name])
-        paths = []
-        for kind, tensor in lies(entry[place[-1]]).items():
-            entry[place[-1]] = tensor
-            (tmp_path / kind).mkdir(exist_ok=True)
-            try:
-                paths.append(written(tmp_path / kind, saved))
-            except (RuntimeError, NotImplementedError):  # it has no digest
-                paths.append(tmp_path / kind / "checkpoint_000007.pt")
-                torch.save(saved | {"digest": digest(plain)}, paths[-1])
-        assert num_refused(paths) == len(paths), place
-        cases += len(paths)
-    assert cases > 250
+# ---- What is saved is what is read ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("muon", [False, True])
-def test_the_state_of_another_optimizer_is_refused(tmp_path, muon):
-    for part in ("optimizer", "identity"):
-        mixed = state_of(7, muon) | {part: state_of(7, not muon)[part]}
-        with pytest.raises(ValueError, match="its optimizer holds"):
-            read_checkpoint(written(tmp_path, mixed))
+@MUON
+def test_a_saved_network_and_its_optimizer_go_on_to_the_bit(tmp_path, muon):
+    model, optimizer = after_steps(3, muon)
+    path = save(tmp_path, model, optimizer, {"step": 3, "tokenizer": "unknown"})
+    check_readable(path, model, optimizer)
+    names = {name for name, p in model.named_parameters() for _ in optimizer.state[p]}
+    assert names == {name for name, _ in model.named_parameters()}
+    copy, its_optimizer = after_steps(1, muon)  # has a state of its own, which must go
+    for group in its_optimizer.param_groups:
+        group["lr"] = 0.02
+    load_weights(copy, read(path))
+    checkpoint.load_optimizer(path, copy, its_optimizer)
+    assert all(group["lr"] == 0.02 for group in its_optimizer.param_groups)  # this command's
+    for m, o in ((model, optimizer), (copy, its_optimizer)):
+        for group in o.param_groups:
+            group["lr"] = 0.01
+        make_step(m, o)
+    assert all(map(torch.equal, model.parameters(), copy.parameters()))
+    for p, q in zip(model.parameters(), copy.parameters(), strict=True):
+        state, other = optimizer.state[p], its_optimizer.state[q]
+        assert state.keys() == other.keys()
+        assert all(torch.equal(state[key], other[key]) for key in state)
+    assert not copy.lm_head.weight[SHAPE.vocab_size :].any()  # padded rows
 
 
-def test_a_part_of_another_type_is_refused_in_one_line(tmp_path):
-    """Each part, and each entry of those that are dicts, is replaced by each other thing."""
-    plain, cases = state_of(7), 0
-    assert read_checkpoint(written(tmp_path, plain))
-    for name in PARTS:
-        inner = plain.get(name)
-        names = list(inner)[:2] if isinstance(inner, dict) else []
-        for other in OTHERS:
-            changes = [{name: other}, *({name: inner | {n: other}} for n in names)]
-            for saved in (plain | change for change in changes):
-                torch.save({"digest": digest(plain)} | saved, tmp_path / "checkpoint_000007.pt")
-                cases += 1
-                try:
-                    read_checkpoint(tmp_path / "checkpoint_000007.pt")
-                except ValueError as error:
-                    assert len(str(error).splitlines()) == 1
-                else:
-                    assert saved == plain or digest(saved) == digest(plain)
-    assert cases > 200
+def test_a_tensor_file_is_what_safetensors_reads(tmp_path):
+    """Scalars, views and columns, and every pattern of bits: not one is rounded."""
+    bits = torch.randint(-(2**31), 2**31, (33, 7), generator=torch.Generator().manual_seed(0))
+    plain = bits.to(torch.int32).view(torch.float32)
+    tensors = {"plain": plain, "turned": plain.t(), "rows": plain[1:3], "column": plain[:, 3]}
+    tensors |= {"scalar": torch.tensor(2.5), "parameter": torch.nn.Parameter(torch.ones(2, 1, 3))}
+    sha256 = checkpoint.write_tensors(tmp_path / "x.safetensors", tensors)
+    assert sha256 == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
+    read = load_file(tmp_path / "x.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].shape == tensor.shape and read[name].dtype == torch.float32
+        assert torch.equal(read[name].view(torch.int32), tensor.contiguous().view(torch.int32))
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_checkpoint_that_lacks_a_part_is_refused(tmp_path, name):
-    saved = state_of(7)
-    saved["digest"] = digest(saved)
-    del saved[name]
-    torch.save(saved, tmp_path / "checkpoint_000007.pt")
-    with pytest.raises(ValueError, match=f"it lacks {name}: another program wrote it"):
-        read_checkpoint(tmp_path / "checkpoint_000007.pt")
+def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
+    """In a weight, in the optimizer, in the shape, or by a forgotten name."""
+    model, optimizer = after_steps(3)
+    path = save(tmp_path, model, optimizer, {"step": 3, "tokenizer": "unknown"})
+    moment = optimizer.state[model.transformer.ln_f.bias]["exp_avg"]
+    for tensor in (model.transformer.wpe.weight, moment):
+        before = tensor.clone()
+        tensor.data += 1
+        with pytest.raises(RuntimeError, match="is not read as it was saved"):
+            check_readable(path, model, optimizer)
+        tensor.data.copy_(before)
+        check_readable(path, model, optimizer)
+    model.config = GPTConfig(vocab_size=5, seq_len=2, n_layer=1, n_head=2, n_embd=4)
+    with pytest.raises(RuntimeError, match="n_head=2"):
+        check_readable(path, model, optimizer)
+    every = pretrained.hf_weights(model)
+    kept = {name: tensor for name, tensor in every.items() if "ln_f" not in name}
+    monkeypatch.setattr(pretrained, "hf_weights", lambda _: kept)
+    path = save(tmp_path, model, optimizer, {"step": 4, "tokenizer": "unknown"})
+    with pytest.raises(UserError, match="lacks .*ln_f"):
+        check_readable(path, model, optimizer)
+
+
+# ---- Damage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_flipped_bit_of_a_checkpoint_is_refused(tmp_path, stride, record_property):
+    path, count = saved(tmp_path), 0
+    verify(path)
+    for file in sorted(path.iterdir()):
+        for bit in each_flipped(file, range(0, 8 * file.stat().st_size, stride)):
+            count += 1
+            with pytest.raises(DamagedCheckpoint, match="is damaged"):
+                verify(path)
+                raise AssertionError(f"{file.name}, bit {bit}")
+    record_property("flips", count)
+    assert count > 500
+
+
+def test_a_file_that_is_cut_or_missing_is_refused(tmp_path):
+    path = saved(tmp_path)
+    for file in path.iterdir():
+        content = file.read_bytes()
+        for size in (0, 1, len(content) // 2, len(content) - 1, None):
+            file.unlink() if size is None else file.write_bytes(content[:size])
+            with pytest.raises(DamagedCheckpoint, match=file.name):
+                verify(path)
+        file.write_bytes(content)
+    verify(path)
+
+
+def test_the_newest_good_checkpoint_is_taken_and_each_damaged_one_named(tmp_path, capsys):
+    assert checkpoint.newest(tmp_path) is None
+    paths = [saved(tmp_path, step) for step in (1, 2, 3)]
+    assert checkpoint.newest(tmp_path) == paths[2]
+    (paths[2] / "state.json").write_text("{}")
+    assert checkpoint.newest(tmp_path) == paths[1]
+    assert checkpoint.find_weights(str(tmp_path)) == paths[1]
+    err = capsys.readouterr().err
+    assert err.count("\n") == 2 and err.count(str(paths[2] / "state.json")) == 2
+    with pytest.raises(UserError, match="state.json is damaged"):  # it was asked for by name
+        checkpoint.find_weights(str(paths[2]))
+    for path in paths[:2]:
+        (path / "model.safetensors").unlink()
+    with pytest.raises(NoGoodCheckpoint, match=str(tmp_path)):
+        checkpoint.newest(tmp_path)
 
 
 def test_names_that_only_look_like_checkpoints_are_none(tmp_path):
     numbers = ("\u00b2", "7", "", "0000007", "\u0660" * 5 + "\u0661", "9" * 99, "-00001", "1e0005")
-    for name in (f"checkpoint_{number}.pt" for number in numbers):
-        (tmp_path / name).write_bytes(b"x")
-    (tmp_path / "checkpoint_000003.pt").mkdir()
+    for name in (*(f"step_{number}" for number in numbers), "step_000002.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_000003").touch()
     assert not checkpoints(tmp_path)
-    path = save_checkpoint(tmp_path, state_of(1234567, optimizer={}), keep=2)
+    path = saved(tmp_path, 1234567)
     assert checkpoints(tmp_path) == [path]
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_looked_for_is_skipped(tmp_path):
-    """As by the rotation of a run that goes on: the next one, which is newer, is taken."""
-    save_checkpoint(tmp_path, state_of(1), keep=2)
-    told = []
-
-    def gather(value):
-        if value == [tmp_path / "checkpoint_000001.pt"]:  # after the list was made
-            save_checkpoint(tmp_path, state_of(2), keep=2)
-            value[0].unlink()
-        return [value]
-
-    path, saved = newest_checkpoint(tmp_path, told.append, gather)
-    assert path.name == "checkpoint_000002.pt" and saved["step"] == 2
-    assert len(told) == 1 and "No such file" in told[0] and "damaged" not in told[0]
+def test_a_rotation_keeps_the_newest_and_the_best(tmp_path):
+    for step in range(1, 8):
+        saved(tmp_path, step)
+    checkpoint.rotate(tmp_path, 7, 2, {2: 3.0, 4: 2.0, 9: 1.0})  # 9 is not on the disk
+    assert [int(path.name[5:]) for path in checkpoints(tmp_path)] == [7, 6, 4]
 
 
-def test_ranks_take_the_newest_checkpoint_that_all_of_them_can_read(tmp_path):
-    for step in (1, 2, 3):
-        save_checkpoint(tmp_path, state_of(step), keep=3)
-    told = []
-
-    def gather(value):
-        """The other rank can't read step 3, and has another step 2."""
-        if isinstance(value, list):
-            return [value, value]
-        reads = len(told)
-        return [value, [(None, "it is damaged there"), ("other", ""), value][reads]]
-
-    path, _ = newest_checkpoint(tmp_path, told.append, gather)
-    assert path.name == "checkpoint_000001.pt"
-    assert [text.split(";")[0].split("/")[-1] for text in told] == [
-        "it is damaged there", "checkpoint_000002.pt is not the same on all ranks"]  # fmt: skip
+# ---- Other versions of the code ------------------------------------------------------------------
 
 
-def test_an_archive_takes_no_more_memory_than_its_file(tmp_path):
-    """Packed, or with one part under many names."""
-    path = tmp_path / "bomb.pt"
-    torch.save({"model": torch.zeros(1000)}, path)
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    for how in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
-        with zipfile.ZipFile(path, "w", how) as archive:
-            for name, content in parts.items():
-                archive.writestr(name, content)
-        with pytest.raises(ValueError, match="torch.save did not write"):
-            load_archive(path)
-    torch.save({"model": bytearray(1000)}, path)
-    with pytest.raises(ValueError, match="more than tensors"):
-        load_archive(path)
+def rewrite(path: Path, name: str, change):
+    """Change a file of a checkpoint as another version would have written it: its digest fits."""
+    file = path / name
+    if name.endswith(".json"):
+        content = json.loads(file.read_text())
+        change(content)
+        file.write_text(json.dumps(content))
+    else:
+        tensors = load_file(file)
+        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+        change(tensors)
+        checkpoint.write_tensors(file, tensors)
+    files = [file for file in sorted(path.iterdir()) if file.name != checkpoint.SUMS]
+    sums = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in files]
+    (path / checkpoint.SUMS).write_text("".join(sums))
+    verify(path)
+
+
+def with_other_name(tensors: dict):
+    for name in [name for name in tensors if "ln_f.weight" in name]:
+        tensors[name.replace("ln_f", "norm")] = tensors.pop(name)
+
+
+def with_other_shape(config: dict):
+    config["train_gpt2"]["shape"]["rotary"] = True
+
+
+OTHER_VERSIONS = {
+    "a format": ("state.json", lambda state: state.update(format=3)),
+    "a field of the shape": ("config.json", with_other_shape),
+    "names of weights": ("model.safetensors", with_other_name),
+    "names in the optimizer": ("optimizer.safetensors", with_other_name),
+}
+
+
+@pytest.fixture
+def two_steps(data_dir, tmp_path) -> list[str]:
+    """The flags of a run that has two steps and goes on to the third."""
+    line = flags(data_dir=data_dir, out_dir=tmp_path / "run", steps=2, warmup_steps=0)
+    code, _, err = train(line, tmp_path)
+    assert code == 0, err
+    return ["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "3"]
+
+
+@pytest.mark.parametrize("what", OTHER_VERSIONS)
+def test_what_another_version_wrote_is_said_to_be_that(two_steps, tmp_path, what):
+    path = checkpoints(tmp_path / "run")[0]
+    rewrite(path, *OTHER_VERSIONS[what])
+    code, _, err = train(two_steps, tmp_path)
+    assert code == 2
+    assert err.count("\n") == 1 and "another version of the code" in err and str(path) in err
+    assert "damaged" not in err
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002", "step_000000"]
+
+
+def test_a_field_that_a_checkpoint_lacks_has_its_default(two_steps, tmp_path):
+    """As if pad_vocab and --shuffle had been added after it was saved, and --old removed."""
+
+    def older(state: dict):
+        del state["config"]["shuffle"], state["config"]["top_k"]
+        state["config"]["old"] = state["typed"]["old"] = 5
+
+    def without_padding(config: dict):
+        del config["train_gpt2"]["shape"]["pad_vocab"]
+
+    newest = checkpoints(tmp_path / "run")[0]
+    kept = {file.name: file.read_bytes() for file in newest.iterdir()}
+    results = []
+    for changes in ([], [("state.json", older), ("config.json", without_padding)]):
+        for name, content in kept.items():
+            (newest / name).write_bytes(content)
+        for change in changes:
+            rewrite(newest, *change)
+        code, _, err = train(two_steps, tmp_path)
+        assert code == 0, err
+        results.append((digest(tmp_path / "run"), losses(tmp_path / "run")[3]))
+        checkpoint.remove(checkpoints(tmp_path / "run")[0])
+    assert results[0] == results[1]

@@ -1,24 +1,28 @@
-"""Tests ../support/evaluate.py: validation, bits per byte, and questions asked."""
+"""Tests ../support/evaluate.py, and what train_gpt2.py measures by it."""
 
 import itertools
 import json
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import questions, records, run, write_shard
+from conftest import NEEDS_GPT2, questions, records, run, write_shard
+from test_model import TINY, hugging_face, spread, tokens
+from torch.testing import assert_close
 
-import dataloader
 import train_gpt2
-from model import GPT
-from support import corpus
-from support.files import missing_vocab
-from support.questions import choice_losses, read_examples
-from support.text import bytes_per_token, codec
-from support.weights import read_source
+from dataloader import VOCAB_SIZES, ShardLoader, open_shard
+from model import GPT, GPTConfig
+from support import evaluate
+from support.distributed import World
+from support.pretrained import load_weights, read
+from support.questions import open_examples
+from support.tokenizer import load_tokenizer
 from train_gpt2 import TrainConfig
+
+ALONE = World(0, 1, torch.device("cpu"))
+CONFIG = TrainConfig(bf16=False, warmup_steps=0)
 
 
 def test_validation_is_the_same_for_all_micro_batches_and_ranks(whole, data_dir, tmp_path):
@@ -28,98 +32,89 @@ def test_validation_is_the_same_for_all_micro_batches_and_ranks(whole, data_dir,
     for B, ranks in ((4, 1), (6, 2)):
         other = run(tmp_path, data_dir, f"{B}x{ranks}", ranks, micro_batch_size=B, steps=3)
         assert first(other) == pytest.approx(first(whole[3]), rel=1e-6)
-    tokens = np.fromfile(data_dir / "val_000000.bin", "<u2")[512:][1:513]  # 32 times 16 targets
-    expected = first(whole[1]) / math.log(2) * 512 / (tokens < 256).sum()
+    targets = np.fromfile(data_dir / "val_000000.bin", "<u2")[512:][1:513]  # 32 times 16
+    expected = first(whole[1]) / math.log(2) * 512 / (targets < 256).sum()
     assert records(whole[1], "bits_per_byte")[0] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
-def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, tokenizer):
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
+def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, name):
     """Of a set that begins with single letters and ends with long words, for any number of tokens,
-    against the text itself."""
-    if tokenizer == "gpt2" and missing_vocab():
-        pytest.skip("GPT-2's vocabulary is not at hand")
+    against the text itself and the losses of each sequence."""
+    tokenizer, end = load_tokenizer(name), VOCAB_SIZES[name] - 1
     texts = ["1 a\n"] * 40 + ["", "é" * 9, "🙂"] + [" international understanding" * 9] * 9
-    encode = codec(tokenizer).encode
-    end = dataloader.VOCAB_SIZES[tokenizer] - 1
-    pieces = [(i, b"") if i == end else (i, codec(tokenizer).decode(i))
-              for text in texts for i in (end, *encode(text))]  # fmt: skip
-    assert b"".join(piece for _, piece in pieces).decode() == "".join(texts)
-    for name, part in (("val_0.bin", pieces[:301]), ("val_1.bin", pieces[301:])):
-        write_shard(tmp_path / name, np.array([i for i, _ in part]))
-    shards = corpus.find(tmp_path, "val")
-    ratios = set()
-    for T, eval_tokens in itertools.product((7, 16, 60), (1, 64, 200, 10_000)):
-        starts = [i for a, z in ((0, 301), (301, len(pieces))) for i in range(a, z - T, T)]
+    ids = np.array([i for text in texts for i in (end, *tokenizer.encode(text))])
+    sizes = np.array([0 if i == end else len(tokenizer.token_bytes(i)) for i in ids])
+    assert sizes.sum() == len("".join(texts).encode())
+    for file, part in (("val_0.bin", ids[:301]), ("val_1.bin", ids[301:])):
+        write_shard(tmp_path / file, part)
+    shards = [open_shard(path) for path in sorted(tmp_path.iterdir())]
+    model, ratios = GPT(GPTConfig(end + 1, 60, 1, 1, 4)), set()
+    for T, eval_tokens in itertools.product((7, 60), (1, 200, 10_000)):
+        starts = [i for a, z in ((0, 301), (301, len(ids))) for i in range(a, z - T, T)]
         starts = starts[: max(1, eval_tokens // T)]
-        size = sum(len(piece) for i in starts for _, piece in pieces[i + 1 : i + 1 + T])
-        for B, rank, ranks in ((1, 0, 1), (3, 1, 2)):
-            loader = dataloader.ShardLoader(shards, B, T, rank, ranks)
-            count = train_gpt2.evaluate.num_sequences(loader, eval_tokens)
-            ratio = bytes_per_token(loader, count, tokenizer)
-            assert count == len(starts) and ratio == size / (T * len(starts))
-            bits = train_gpt2.evaluate.in_units(2.5, ratio).get("bits_per_byte", math.inf)
-            assert bits == pytest.approx(2.5 / math.log(2) * T * len(starts) / size)
-        ratios.add(round(ratio, 1))
-    assert len(ratios) > (2 if tokenizer == "gpt2" else 1)
+        num_bytes = sum(sizes[i + 1 : i + 1 + T].sum() for i in starts)
+        rows = torch.tensor(np.array([ids[i : i + T + 1] for i in starts]))
+        with torch.no_grad():
+            loss = model(rows[:, :-1], rows[:, 1:]).item()
+        config = TrainConfig(bf16=False, warmup_steps=0, eval_tokens=eval_tokens, seq_len=T)
+        loader = ShardLoader(shards, 3, T)
+        figures = train_gpt2.validation(model, model, loader, name, config, ALONE)
+        assert figures["val_loss"] == pytest.approx(loss, rel=1e-5)
+        assert figures["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+        bits = figures["val_loss"] / math.log(2) * T * len(starts) / num_bytes
+        assert figures["bits_per_byte"] == pytest.approx(bits)
+        ratios.add(round(num_bytes / len(starts) / T, 1))
+    assert len(ratios) > (2 if name == "gpt2" else 1)
+    figures = train_gpt2.validation(model, model, loader, "unknown", config, ALONE)
+    assert figures.keys() == {"val_loss", "perplexity"}  # without a vocabulary
 
 
-def test_without_a_vocabulary_there_are_no_bits_per_byte(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    write_shard(tmp_path / "val.bin", np.arange(100))
-    loader = dataloader.ShardLoader(corpus.find(tmp_path, "val"), 1, 9)
-    for tokenizer in ("gpt2", "unknown"):
-        ratio = bytes_per_token(loader, 5, tokenizer)
-        assert train_gpt2.evaluate.in_units(1.0, ratio).keys() == {"val_loss", "perplexity"}
+def test_the_loss_of_an_answer_is_the_sum_over_its_tokens():
+    model = spread(GPT(TINY))
+    rows = [(tokens(n, seed=n), count) for n, count in ((5, 2), (17, 16), (9, 1), (30, 4))]
+    losses = evaluate.answer_losses(model, *map(list, zip(*rows, strict=True)))
+    for (row, count), loss in zip(rows, losses, strict=True):
+        row = row[-17:]  # what fits
+        log_probs = model.logits(row[None, :-1])[0].log_softmax(dim=-1)
+        expected = -log_probs.gather(1, row[1:, None])[-count:].sum()
+        assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
 def test_choices_are_those_of_an_independent_scoring(tmp_path):
     """500 questions, one at a time, by transformers, as the lm-evaluation-harness scores them."""
-    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
-    torch.manual_seed(3)
-    config = transformers.GPT2Config(vocab_size=257, n_positions=32, n_embd=32, n_layer=2, n_head=2)
-    oracle = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for p in oracle.parameters():
-            p += 0.1 * torch.randn(p.shape)
+    oracle = hugging_face(GPTConfig(257, 32, 2, 2, 32), spread=0.1)
     oracle.save_pretrained(tmp_path / "hf")
     path = questions(tmp_path, 500)
-    right = {"acc": [], "acc_norm": [], "acc_norm_chars": []}
+    right = {"hellaswag_acc": [], "hellaswag_acc_norm_tokens": [], "hellaswag_acc_norm": []}
     choices = []
-    for line in (tmp_path / "questions.jsonl").read_text().splitlines():
-        question = json.loads(line)
+    for question in map(json.loads, path.read_text().splitlines()):
         likelihoods = []
         for ending in question["endings"]:
             context, answer = question["ctx"].encode(), b" " + ending.encode()
             ids = torch.tensor([list(context + answer)])
             with torch.no_grad():
                 log_probs = oracle(ids).logits[0].log_softmax(dim=-1)
-            likelihoods.append(sum(log_probs[len(context) + i - 1, byte].item()
-                                   for i, byte in enumerate(answer)))  # fmt: skip
-        sizes = [len(ending) for ending in question["endings"]]
-        best = {
-            "acc": np.argmax(likelihoods),
-            "acc_norm": np.argmax(np.array(likelihoods) / (np.array(sizes) + 1)),
-            "acc_norm_chars": np.argmax(np.array(likelihoods) / sizes),
-        }
-        choices.append(best["acc"])
-        for name in right:
-            right[name].append(best[name] == question["label"])
-    examples, source = read_examples(path), read_source(str(tmp_path / "hf"), print)
+            scores = log_probs[:-1].gather(1, ids[0, 1:, None])
+            likelihoods.append(scores[len(context) - 1 :].sum().item())
+        sizes = np.array([len(ending) for ending in question["endings"]])
+        best = [np.argmax(np.array(likelihoods) / divisor) for divisor in (1, sizes + 1, sizes)]
+        choices.append(best[0])
+        for name, choice in zip(right, best, strict=True):
+            right[name].append(choice == question["label"])
+    source = read(tmp_path / "hf")
     model = GPT(source.shape)
-    model.load_state_dict(source.weights(source.shape))
-    config, world = TrainConfig(bf16=False, warmup_steps=1), train_gpt2.ranks.find_world({}, 0)
-    cast = partial(train_gpt2.autocast, config, world.device)
-    ours = choice_losses(model, examples, range(500), world.device, cast, world.note)
-    assert [losses.argmin() for losses in ours] == choices
-    shares = train_gpt2.evaluate.answers(model, examples, "bytes", world, cast)
+    load_weights(model, source)
+    examples = open_examples(str(path), 257, "bytes")
+    losses = evaluate.choice_losses(model, examples, ALONE.device)
+    assert [sums.argmin() for sums in losses] == choices
+    shares = train_gpt2.answers(model, examples, "bytes", CONFIG, ALONE)
     assert shares == {name: pytest.approx(np.mean(values)) for name, values in right.items()}
     assert len({*shares.values()}) > 1
 
 
 def test_ranks_share_the_questions(data_dir, tmp_path):
     asked = {"hellaswag": questions(tmp_path, 33), "steps": 2, "warmup_steps": 1}
-    names = ("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_acc_norm_chars")
     one, two = (run(tmp_path, data_dir, f"{n}", n, **asked) for n in (1, 2))
-    for name in names:
+    for name in ("hellaswag_acc", "hellaswag_acc_norm", "hellaswag_acc_norm_tokens"):
         assert records(one, name) == pytest.approx(records(two, name))

@@ -1,0 +1,183 @@
+"""The processes of a run (ranks): who they are, how they start, sum and compare."""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from support.device import check_gpu
+from support.errors import TIMEOUT_S, NumericalError, RunError, UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run, as torchrun started them; without it, the only one."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of values, (n,) float32, over the ranks: one all-reduce, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value) -> list:
+        """Return the value of each rank, on all of them."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_main(self, function: Callable, *args):
+        """Return on every rank what function(*args) returns on the main rank. If it raises there,
+        every rank ends, and the main one says why."""
+        if self.size == 1:
+            return function(*args)
+        result = [None, 0]  # value, exit code
+        error = None
+        if self.is_main:
+            try:
+                result[0] = function(*args)
+            except Exception as raised:  # raised again below, once the others know
+                error = raised
+                result[1] = getattr(error, "exit_code", 1)
+        dist.broadcast_object_list(result, src=0)
+        if error:
+            raise error
+        if result[1]:
+            sys.exit(result[1])
+        return result[0]
+
+    def on_all(self, function: Callable, *args):
+        """Return what function(*args) returns on this rank. If it raises RunError on some ranks,
+        every rank ends, and the first of those says why."""
+        result = error = None
+        try:
+            result = function(*args)
+        except RunError as raised:  # raised again below, once the others know
+            error = raised
+        codes = self.gather(error.exit_code if error else 0)
+        if any(codes):
+            first = next(rank for rank, code in enumerate(codes) if code)
+            if self.rank == first:
+                raise error
+            sys.exit(codes[first])
+        return result
+
+    def raise_on_all(self, error: RunError):
+        """Raise error on the main rank, and end the others with its exit code: for errors that all
+        ranks have, of which one message is enough."""
+        if self.is_main:
+            raise error
+        sys.exit(error.exit_code)
+
+    def check_same(self, facts: dict):
+        """Raise UserError unless every rank has the same facts as the main one."""
+        main_facts, *others = self.gather(facts)
+        for rank, theirs in enumerate(others, 1):
+            for name, value in main_facts.items():
+                if theirs[name] != value:
+                    text = f"{name} is {theirs[name]} on rank {rank} and {value} on rank 0"
+                    self.raise_on_all(UserError(f"{text}: start all ranks with the same"))
+
+
+def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
+    """Return this process's place among the ranks, and its device: the best there is, or one of
+    this kind. Raise UserError if torchrun's environment or the kind does not fit the machine."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in env]
+    if 0 < len(missing) < len(names):
+        raise UserError(f"{', '.join(missing)} not set, but others of torchrun's are: use torchrun")
+    try:
+        rank, local_rank = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
+        size, local_size = int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    except ValueError as error:
+        raise UserError(f"RANK and the like are no numbers ({error}): use torchrun") from error
+    if not 0 <= rank < size or local_rank < 0:
+        raise UserError(f"RANK {rank} must be at least 0, and below WORLD_SIZE {size}")
+
+    has_mps = torch.backends.mps.is_available() and size == 1
+    if kind == "cuda" and not num_gpus:
+        raise UserError("--device cuda: PyTorch sees no GPU: see python benchmarks/doctor.py")
+    if kind == "mps" and not has_mps:
+        raise UserError("--device mps: there is no Apple GPU for this process: leave --device out")
+    if kind in ("auto", "cuda") and num_gpus:
+        local_size = max(local_size, local_rank + 1)
+        if local_size > num_gpus:
+            visible = f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '(not set)')}"
+            raise UserError(
+                f"--nproc_per_node={local_size} is more than the {num_gpus} GPUs here ({visible}):"
+                f" try --nproc_per_node={num_gpus}"
+            )
+        return World(rank, size, torch.device("cuda", local_rank))
+    return World(rank, size, torch.device("mps" if has_mps and kind != "cpu" else "cpu"))
+
+
+@contextmanager
+def process_group(world: World) -> Iterator[None]:
+    """Connect the ranks. Raise UserError if they can't find each other, or if this one's GPU can't
+    be used."""
+    if world.device.type == "cuda":
+        check_gpu(world.device)
+        torch.cuda.set_device(world.device)
+    if world.size > 1:
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        # Longer than the watchdog waits, so that it is the one to end a hang: it shows the stacks.
+        timeout = timedelta(seconds=TIMEOUT_S + 60)
+        try:
+            # torchrun keeps its store when it restarts the ranks, and in it the addresses of those
+            # that died: without a prefix of their own, the new ranks would wait for them.
+            store, rank, size = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
+        except (dist.DistError, ValueError) as error:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise UserError(
+                f"the ranks can't connect at {address} ({error!s:.200}): is the port free, and"
+                " MASTER_ADDR the same on all machines?"
+            ) from error
+    try:
+        yield
+    finally:
+        if world.size > 1:
+            gc.collect()  # a DDP that outlives the process group aborts the process at its end
+            dist.destroy_process_group()
+
+
+def gradient_sync(net: nn.Module, enabled: bool):
+    """Return a context in which the passes average the gradients over the ranks, or do not."""
+    if enabled or not isinstance(net, DDP):
+        return nullcontext()
+    return net.no_sync()
+
+
+def check_ranks_agree(model: nn.Module, step: int, world: World):
+    """Raise NumericalError unless all ranks hold the same weights, and finite ones."""
+    weights = [p.detach() for p in model.parameters()]
+    # A sum of the bits as whole numbers has no rounding: it differs if one bit does.
+    sums = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights]).tolist()
+    all_finite = bool(torch.stack([p.isfinite().all() for p in weights]).all())
+    results = world.gather((sums, all_finite))
+    most_common = max(results, key=results.count)
+    others = [str(rank) for rank, result in enumerate(results) if result != most_common]
+    reason = "" if most_common[1] else "the weights are not finite"
+    if others:
+        reason = f"rank {', '.join(others)} holds other weights than the others"
+    if reason:
+        world.raise_on_all(NumericalError(f"after step {step} {reason}; nothing was saved"))

@@ -1,0 +1,275 @@
+"""What a run shows people: log.jsonl, lines on the terminal, progress bars, TensorBoard, Weights &
+Biases, and loss.png. The trainer never reads any of it back."""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm import tqdm
+
+from support.cli import FREE, ONCE, spell, typed_as
+from support.device import hints
+from support.errors import UserError, printable
+from support.files import vocab_cure, whole_file
+
+if TYPE_CHECKING:
+    from train_gpt2 import Run
+
+
+class Logger:
+    """Writes log.jsonl, one JSON record a line, and the lines of the terminal: on the main rank
+    alone, which is_main says."""
+
+    def __init__(self, out_dir: Path, is_main: bool, boards: list):
+        self.is_main = is_main
+        self.boards = boards
+        self.recent_seconds: deque[float] = deque(maxlen=100)
+        if not is_main:
+            return
+        self.path = out_dir / "log.jsonl"
+        self.file = open(self.path, "ab+")
+        # A kill may have torn the last line. It is left as it is; ours begin on a new one.
+        if self.file.tell():
+            self.file.seek(-1, os.SEEK_END)
+            if self.file.read(1) != b"\n":
+                self.file.write(b"\n")
+
+    def print(self, text: str):
+        if self.is_main:
+            show(text)
+
+    def record(self, **fields):
+        """Append a record to log.jsonl, and its numbers to the boards."""
+        if not self.is_main:
+            return
+        try:
+            self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
+            self.file.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # Python names a file only where it is opened
+            raise
+        numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
+        if "step" not in fields or not numbers:
+            return
+        for board in [*self.boards]:
+            try:
+                board.add(fields["step"], numbers)
+            except Exception as error:  # its own threads, files and network: not worth the run
+                self.boards.remove(board)
+                show(f"no more for {type(board).__name__}: {type(error).__name__}: {error!s:.200}")
+
+    def time_left(self, seconds: float, steps_left: int) -> timedelta:
+        """Return the time of the steps that are left, given the seconds of the last one."""
+        self.recent_seconds.append(seconds)
+        return timedelta(seconds=int(np.mean(self.recent_seconds) * steps_left))
+
+
+# ---- The terminal --------------------------------------------------------------------------------
+
+
+def show(text: str, end: str = "\n"):
+    """Print, as long as there is somebody to read it: `| head` and a closed terminal stop no
+    run."""
+    try:
+        print(printable(text), end=end, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
+    """Return items, with a progress bar on a terminal if going through them takes a second."""
+    # disable=None means: unless stderr is a terminal
+    return tqdm(items, desc=label, leave=False, delay=1, disable=None if is_main else True)
+
+
+# ---- The start of a process ----------------------------------------------------------------------
+
+
+def log_start(run: "Run", off: dict[str, str], state: dict | None):
+    """Log where this process runs, and every flag and who chose it."""
+    config, loader, model, env = run.config, run.loader, run.model, run.environment
+    epochs = config.steps * config.batch_tokens / (len(loader) * loader.T)
+    unused_tokens = sum(shard.num_tokens for shard in loader.shards) - len(loader) * loader.T
+    folder = str(loader.shards[0].path.parent)
+    run.log.record(
+        environment=env,
+        flags=asdict(config),
+        typed=sorted(run.typed),
+        off=off,
+        tokenizer=run.data.tokenizer,
+        matmul_tflops=env["matmul_tflops"],
+        epochs=epochs,
+        unused_tokens=unused_tokens,
+        data=folder,
+        resumed=run.step if state else None,
+    )
+    decayed, others = model.decay_groups()
+    num_decayed, num_others = model.num_elements(decayed), model.num_elements(others)
+    optimizer = "fused AdamW" if config.fused else "AdamW"
+    if config.muon:
+        optimizer = f"Muon for {len(model.matrices())} matrices, {optimizer} for the rest"
+    chosen = []
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if value != f.default and f.name not in run.typed and f.metadata["on_resume"] != ONCE:
+            chosen.append(typed_as(f.name, value))
+    if not config.data_dir:
+        folder += " (Python's own source, since there is no --data-dir)"
+    lines = [
+        f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
+        f"data: {folder}, {run.data.tokenizer}: {epochs:.2f} epochs of {len(loader):,} sequences"
+        f" of {loader.T} tokens; {unused_tokens:,} tokens are unused",
+        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
+        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
+        f"optimizer: {optimizer}",
+        f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
+        f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
+        f"chosen: {' '.join(chosen)}",
+    ]
+    lines += [f"off: {spell(name)} {reason}" for name, reason in off.items()]
+    if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
+        lines.append(f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}")
+    lines += hints(run.world.device, run.data.tokenizer)
+    if state:
+        lines += changes_since(state, run)
+    run.log.print("\n".join(lines))
+
+
+def changes_since(state: dict, run: "Run") -> list[str]:
+    """Return lines on the flags that a resumed run goes on with, on what has changed since it was
+    saved, and on what keeps it from being the uninterrupted run bit for bit."""
+    config = run.config
+    free, rounds = [], []
+    for f in fields(config):
+        saved, current = state["config"].get(f.name, f.default), getattr(config, f.name)
+        if saved != current and f.metadata["on_resume"] != ONCE:
+            changes = free if f.metadata["on_resume"] == FREE else rounds
+            changes.append(f"{spell(f.name)} {current} instead of {saved}")
+    for name in ("torch", "threads", "ranks", "device_name"):
+        saved, current = state["environment"][name], run.environment[name]
+        if saved != current:
+            rounds.append(f"{name} {current} instead of {saved}")
+    own = [typed_as(name, value) for name, value in run.typed.items()]
+    lines = [f"flags: {' '.join(own)}"]
+    if free:
+        lines.append(f"changed: {', '.join(free)}")
+    if rounds:
+        lines.append(f"not bit for bit because of {', '.join(rounds)}")
+    if rounds and config.dropout:
+        lines.append(
+            "with --dropout another micro-batch or number of ranks drops other activations"
+        )
+    return lines
+
+
+# ---- Boards --------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Writes the numbers of each record for TensorBoard."""
+
+    def __init__(self, out_dir: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(out_dir)
+
+    def add(self, step: int, numbers: dict[str, float]):
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+
+class WeightsAndBiases:
+    """Sends the numbers of each record to Weights & Biases; to the same run after a resume."""
+
+    def __init__(self, out_dir: Path):
+        import wandb
+
+        project = os.environ.get("WANDB_PROJECT", "train_gpt2")
+        run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
+        self.run = wandb.init(
+            project=project, name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow"
+        )
+
+    def add(self, step: int, numbers: dict[str, float]):
+        self.run.log(numbers | {"step": step})
+
+
+def make_boards(out_dir: Path, tensorboard: bool, wandb: bool) -> list:
+    """Return what else gets the numbers. Raise UserError if a library is missing, or refuses."""
+    boards = []
+    try:
+        if tensorboard:
+            boards.append(TensorBoard(out_dir))
+        if wandb:
+            boards.append(WeightsAndBiases(out_dir))
+    except Exception as error:  # wandb has many
+        cure = "pip install tensorboard wandb; wandb login, or set WANDB_MODE=offline"
+        raise UserError(f"--tensorboard, --wandb: {error!s:.200}: {cure}") from error
+    return boards
+
+
+# ---- loss.png ------------------------------------------------------------------------------------
+
+
+class LossHistory:
+    """The training losses of a run in at most MAX_POINTS means, whatever its length: so drawing
+    them takes as long after a million steps as after a thousand. Saved with each checkpoint."""
+
+    MAX_POINTS = 2000
+
+    def __init__(
+        self, steps_per_point: int = 1, means: list | None = None, rest: list | None = None
+    ):
+        self.steps_per_point = steps_per_point
+        self.means = means or []
+        self.rest = rest or []  # losses of the point that is not complete yet
+
+    def add(self, loss: float):
+        self.rest.append(loss)
+        if len(self.rest) < self.steps_per_point:
+            return
+        self.means.append(sum(self.rest) / len(self.rest))
+        self.rest = []
+        if len(self.means) == self.MAX_POINTS:
+            pairs = zip(self.means[::2], self.means[1::2], strict=True)
+            self.means = [(a + b) / 2 for a, b in pairs]
+            self.steps_per_point *= 2
+
+
+def draw_losses(path: Path, title: str, history: LossHistory, val_losses: dict[int, float]):
+    """Draw the losses of a run into path, if matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(8, 3.8), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, fontsize=13, parse_math=False)
+    means = np.array(history.means)
+    steps = np.arange(1, len(means) + 1) * history.steps_per_point
+    axes.plot(steps, means, ".", markersize=2, color="#c9dbf5")
+    if len(means):
+        width = max(1, len(means) // 50)
+        smooth = np.convolve(means, np.ones(width) / width, "valid")
+        label = f"training: {smooth[-1]:.3f} over the last {width * history.steps_per_point} steps"
+        axes.plot(steps[width // 2 :][: len(smooth)], smooth, color="#4a7fd0", label=label)
+    if val_losses:
+        last = max(val_losses)
+        label = f"validation: {val_losses[last]:.3f} after step {last:,}"
+        axes.plot([*val_losses], [*val_losses.values()], "o", color="#d1480f", label=label)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(means) or val_losses:
+        axes.legend(fontsize=12)
+    with whole_file(path) as f:
+        figure.savefig(f, format="png", dpi=120)

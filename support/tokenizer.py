@@ -1,0 +1,147 @@
+"""The two tokenizers: bytes, and GPT-2's by tiktoken, with their files for Hugging Face's tools."""
+
+import json
+from functools import lru_cache
+
+import numpy as np
+
+from dataloader import VOCAB_SIZES
+from support.errors import DISK_ERRNOS, UserError
+from support.files import missing_vocab, vocab_cure, vocab_files
+
+END_OF_TEXT = "<|endoftext|>"  # the last id of both, before each document
+
+
+class ByteTokenizer:
+    """Each byte of UTF-8 is a token; 256 is <|endoftext|>."""
+
+    name = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_bytes(self, text: bytes) -> np.ndarray:
+        """Return the tokens of any bytes, uint8."""
+        return np.frombuffer(text, np.uint8)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
+        return bytes([token]) if token < 256 else END_OF_TEXT.encode()
+
+    def files(self, seq_len: int) -> dict[str, bytes]:
+        """Return the files that transformers.AutoTokenizer loads, by name."""
+        config = tokenizer_config("PreTrainedTokenizerFast", seq_len) | {
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "split_special_tokens": True,  # <|endoftext|> inside a text is ordinary text
+            "clean_up_tokenization_spaces": False,
+        }
+        return {
+            "tokenizer.json": as_json(byte_level_bpe()),
+            "tokenizer_config.json": as_json(config),
+        }
+
+
+class Gpt2Tokenizer:
+    """GPT-2's byte-pair encoding, by tiktoken; 50256 is <|endoftext|>."""
+
+    name = "gpt2"
+
+    def __init__(self):
+        import tiktoken  # not at the top: it takes 0.1 s
+
+        try:
+            self.encoding = tiktoken.get_encoding("gpt2")  # downloads the vocabulary once
+        except OSError as error:  # which tiktoken raises without a network, in many ways
+            if error.errno in DISK_ERRNOS:
+                raise
+            raise UserError(f"no network: {vocab_cure()}, or use --tokenizer bytes") from error
+
+    def encode(self, text: str) -> list[int]:
+        return self.encoding.encode_ordinary(text)
+
+    def encode_bytes(self, text: bytes) -> np.ndarray:
+        """Return the tokens of UTF-8, uint32; other bytes become U+FFFD. <|endoftext|> inside a
+        text is ordinary text."""
+        return self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character. Weights may know
+        more ids than GPT-2's, for padding: those have none."""
+        return self.encoding.decode_bytes([token]) if token < VOCAB_SIZES["gpt2"] else b""
+
+    def files(self, seq_len: int) -> dict[str, bytes]:
+        """Return the files that transformers.AutoTokenizer loads, by name: the two that tiktoken
+        has downloaded are the two that Hugging Face's tokenizer is made of."""
+        merges, vocab = vocab_files()
+        return {
+            "merges.txt": merges.read_bytes(),
+            "vocab.json": vocab.read_bytes(),
+            "tokenizer_config.json": as_json(tokenizer_config("GPT2Tokenizer", seq_len)),
+        }
+
+
+Tokenizer = ByteTokenizer | Gpt2Tokenizer
+
+
+@lru_cache
+def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
+    """Return the tokenizer with this name; None if it is unknown, or its vocabulary not at hand.
+
+    Without may_download, tiktoken is not asked for a vocabulary that it would wait for.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "gpt2" and (may_download or not missing_vocab()):
+        return Gpt2Tokenizer()
+    return None
+
+
+@lru_cache
+def token_lengths(name: str) -> np.ndarray | None:
+    """Return how many bytes of text each id stands for, int64 (65536,): 0 for <|endoftext|>. None
+    if the tokenizer is not at hand."""
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        return None
+    lengths = np.zeros(1 << 16, np.int64)
+    for token in range(VOCAB_SIZES[name] - 1):
+        lengths[token] = len(tokenizer.token_bytes(token))
+    return lengths
+
+
+def as_json(value: dict) -> bytes:
+    return f"{json.dumps(value, indent=2)}\n".encode()
+
+
+def tokenizer_config(kind: str, seq_len: int) -> dict:
+    return {"tokenizer_class": kind, "model_max_length": seq_len}
+
+
+def byte_level_bpe() -> dict:
+    """Return the byte tokenizer in the format of Hugging Face's tokenizers: BPE without merges."""
+    # BPE's vocabulary is text, so each byte needs a printable character of its own: itself where
+    # it is one, else one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {}
+    for byte in range(256):
+        code = byte if byte in printable else 256 + others.index(byte)
+        vocab[chr(code)] = byte
+    vocab[END_OF_TEXT] = 256
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,  # without merges, splitting into words changes nothing
+    }
+    end_of_text = {"id": 256, "content": END_OF_TEXT, "special": True}
+    for name in ("normalized", "single_word", "lstrip", "rstrip"):
+        end_of_text[name] = False
+    return {
+        "version": "1.0",
+        "added_tokens": [end_of_text],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }

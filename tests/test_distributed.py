@@ -1,0 +1,112 @@
+"""Tests ../support/distributed.py: who the ranks are, and how they end together."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+from conftest import finish, start_ranks
+from test_cli import HOSTILE, refused
+
+import train_gpt2
+from support import distributed, errors
+from support.distributed import World, find_world
+from support.errors import NoGoodCheckpoint, NumericalError, UserError
+
+ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+EIGHT = ONE | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+def test_a_rank_has_the_gpu_with_its_local_number():
+    two_nodes = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert find_world(two_nodes, 8) == World(11, 16, torch.device("cuda", 3))
+    assert find_world(two_nodes, 0) == World(11, 16, torch.device("cpu"))
+    assert find_world(two_nodes, 8, "cpu") == World(11, 16, torch.device("cpu"))
+    assert find_world({}, 1) == World(0, 1, torch.device("cuda", 0))
+    assert [find_world({}, 0).is_main, find_world(two_nodes, 8).is_main] == [True, False]
+
+
+REFUSED = [  # what torchrun sets, GPUs, --device
+    ({"RANK": "0"}, 0, "auto", "LOCAL_RANK, WORLD_SIZE not set, but others of torchrun's are"),
+    (ONE | {"RANK": "2", "WORLD_SIZE": "2"}, 0, "auto", "RANK 2 .* WORLD_SIZE 2"),
+    (ONE | {"WORLD_SIZE": "0"}, 0, "auto", "RANK 0 .* WORLD_SIZE 0"),
+    (ONE | {"LOCAL_RANK": "1e30"}, 0, "auto", "no numbers .*1e30.*: use torchrun"),
+    (EIGHT, 4, "auto", "nproc_per_node=8 is more than the 4 GPUs .*0,1,2,3.* try .*=4"),
+    (ONE | {"LOCAL_RANK": "1"}, 1, "cuda", "nproc_per_node=2 is more than the 1 GPUs"),
+    ({}, 0, "cuda", "--device cuda: PyTorch sees no GPU"),
+    ({}, 0, "mps", "--device mps: there is no Apple GPU"),
+]
+
+
+@pytest.mark.parametrize(("env", "num_gpus", "kind", "message"), REFUSED)
+def test_ranks_that_do_not_fit_are_refused(env, num_gpus, kind, message):
+    with pytest.raises(UserError, match=message):
+        find_world(env, num_gpus, kind)
+
+
+@pytest.mark.parametrize("name", [*ONE, "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+def test_no_rank_is_a_traceback(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    env = ONE | {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1", "MASTER_ADDR": "127.0.0.1"}
+    if name == "MASTER_PORT":  # which one rank alone does not need
+        env["WORLD_SIZE"] = "2"
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    for text in HOSTILE:
+        is_number = re.fullmatch(r"-?[\d_]+", text)  # a rank that takes it waits for others
+        if "\0" not in text and not (is_number and name in ("WORLD_SIZE", "MASTER_PORT")):
+            monkeypatch.setenv(name, text)
+            refused(["--data-dir", "nowhere"], capsys)
+
+
+def test_the_group_of_ranks_waits_longer_than_the_watchdog(monkeypatch):
+    """So it is the watchdog that ends a hang, and shows where. NCCL's own limit is ten minutes."""
+    timeouts = []
+
+    def connect(backend, timeout):
+        timeouts.append(timeout.total_seconds())
+
+    monkeypatch.setattr(distributed.dist, "init_process_group", connect)
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: None)
+    with distributed.process_group(World(0, 2, torch.device("cpu"))):
+        assert timeouts[0] > errors.TIMEOUT_S
+
+
+def fail():
+    raise NoGoodCheckpoint("none is good")
+
+
+def fail_on_main(world: World):
+    values = torch.tensor([1.0, math.inf if world.rank else 1.0])
+    assert world.sum(values).tolist() == [2, math.inf]
+    assert world.gather(world.rank) == [0, 1]
+    assert world.from_main(str, world.rank) == "0"
+    world.check_same({"--seed": 1})
+    world.from_main(fail)
+
+
+def differ(world: World):
+    world.check_same({"--steps": 7, "--seed": world.rank})
+
+
+def have_no_number(world: World):
+    world.raise_on_all(NumericalError(f"seen by rank {world.rank}"))
+
+
+ENDS = [
+    (fail_on_main, 7, "none is good"),
+    (differ, 2, "--seed is 1 on rank 1 and 0 on rank 0: start all ranks with the same"),
+    (have_no_number, 4, "seen by rank 0"),
+]
+
+
+@pytest.mark.parametrize(("act", "code", "message"), ENDS)
+def test_ranks_end_together_with_one_line(act, code, message, tmp_path):
+    processes = start_ranks([], tmp_path, 2, inject=partial(instead_of_a_run, act))
+    assert finish(processes, tmp_path) == (code, "", f"train_gpt2.py: error: {message}\n")
+    assert processes[1].exitcode == code and (tmp_path / "rank1.err").read_text() == ""
+
+
+def instead_of_a_run(act, rank: int):
+    train_gpt2.set_up_and_train = lambda typed, world, signals: act(world)

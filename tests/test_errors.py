@@ -1,0 +1,93 @@
+"""Tests ../support/errors.py: the one line of an error, signals, and the watchdog."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import NEEDS_POSIX
+
+import train_gpt2
+from support import errors, logger
+
+
+def test_a_terminal_obeys_no_text(capsys):
+    logger.show("\x1b[31mred\x9b2J\r\n\tünï\x07\x7f\0")
+    assert capsys.readouterr().out == "\\x1b[31mred\\x9b2J\\r\n\tünï\\x07\\x7f\\x00\n"
+    errors.print_error("a\nb \x1b[2J\u202e\ud800; cure")
+    assert capsys.readouterr().err == "train_gpt2.py: a b \\x1b[2J\\u202e\\ud800; cure\n"
+
+
+@NEEDS_POSIX
+def test_an_exit_code_needs_no_reader(tmp_path):
+    """Whoever reads the errors and the output may have gone away."""
+    for name, line, code in (("stderr", "--steps=0", 2), ("stdout", "--help", 0)):
+        with open("/dev/full", "w") as full:
+            streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, name: full}
+            command = [sys.executable, train_gpt2.__file__, line]
+            assert subprocess.run(command, cwd=tmp_path, **streams).returncode == code
+
+
+@NEEDS_POSIX
+def test_ctrl_c_while_torch_is_imported_is_no_traceback():
+    command = [sys.executable, "-v", train_gpt2.__file__, "--help"]  # tells each import
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, errors="replace", **streams) as process:
+        assert any("/torch/__init__" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == -signal.SIGINT and "Traceback" not in rest
+
+
+@NEEDS_POSIX
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_waits_for_unsaved_steps_and_a_second_one_for_nothing(name, capfd, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # without torchrun SIGHUP stops nothing
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with errors.StopSignals(is_main=True) as signals:
+        signals.has_unsaved_steps = True
+        signal.raise_signal(number)
+        assert signals.received and "stopping after this step" in capfd.readouterr().err
+        signal.raise_signal(number)  # torchrun passes on what the terminal has sent already
+        signals.received_at -= errors.SECOND_SIGNAL_S
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signals.is_over = True
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == before and capfd.readouterr().err == ""
+
+
+@NEEDS_POSIX
+def test_a_signal_ends_at_once_where_nothing_is_unsaved():
+    with errors.StopSignals(is_main=True) as signals:
+        signal.raise_signal(signal.SIGHUP)  # a closed terminal stops nothing
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert signals.received
+
+
+HANG = """
+import time
+from support import errors
+errors.TIMEOUT_S = 0.5
+def wait_for_another_rank():
+    time.sleep(60)
+for _ in range(4):
+    errors.reset_watchdog()
+    time.sleep(0.2)
+errors.stop_watchdog()
+time.sleep(0.7)
+print("progress is no hang", flush=True)
+errors.reset_watchdog()
+wait_for_another_rank()
+"""
+
+
+def test_a_hang_ends_with_1_and_shows_where():
+    repo = os.path.dirname(train_gpt2.__file__)
+    command = [sys.executable, "-c", HANG]
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and done.stdout == "progress is no hang\n"
+    assert "in wait_for_another_rank" in done.stderr

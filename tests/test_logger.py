@@ -1,0 +1,155 @@
+"""Tests ../support/logger.py: what a run shows people, in log.jsonl, on the terminal, on boards."""
+
+import io
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import flags, losses, records, train
+
+from support import device, logger
+from support.errors import UserError
+from support.logger import Logger, LossHistory, make_boards
+from train_gpt2 import TrainConfig
+
+# ---- log.jsonl -----------------------------------------------------------------------------------
+
+
+def test_every_flag_and_every_choice_is_in_the_first_record(whole):
+    record = json.loads((whole[1] / "log.jsonl").read_text().splitlines()[0])
+    assert set(record["flags"]) == {f.name for f in fields(TrainConfig)}
+    assert {"torch", "python", "commit", "device", "threads", "ranks"} <= set(record["environment"])
+    assert record["off"]["compile"] and record["flags"]["compile"] is False
+    assert "steps" in record["typed"] and "compile" not in record["typed"]
+    assert record["tokenizer"] == "bytes" and record["resumed"] is None
+
+
+def test_each_step_is_a_record_with_its_figures(whole):
+    lines = [json.loads(line) for line in (whole[2] / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    for line in steps:
+        assert line["tokens_per_s"] == pytest.approx(192 / line["ms"] * 1000)
+        assert {"grad_norm", "learning_rate", "tflops", "matmul_share", "peak_mib"} <= set(line)
+    assert all("time" in line for line in lines) and lines[-1]["done"] == 12
+
+
+# ---- The terminal --------------------------------------------------------------------------------
+
+
+def test_the_terminal_shows_every_so_many_steps_and_the_log_all(data_dir, tmp_path):
+    code, out, err = train(flags(data_dir=data_dir, out_dir="run", log_every=5), tmp_path)
+    assert code == 0 and err == ""
+    shown = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]
+    assert shown == ["1/12", "5/12", "10/12", "12/12"]
+    assert len(losses(tmp_path / "run")) == 12
+    if pytest.importorskip("matplotlib"):
+        assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_says_what_it_is_and_ends_with_the_next_commands(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="a run", eval_every=4)
+    code, out, err = train(line, tmp_path)
+    assert code == 0, err
+    first, *_, done, sample, curves = out.splitlines()
+    assert first == "run: a run, new" and f"data: {data_dir}, bytes: " in out
+    val_losses = records(tmp_path / "a run", "val_loss")
+    best = min(val_losses, key=val_losses.get)
+    assert done.startswith(f"done: 12 steps, validation {val_losses[12]:.4f}, best ")
+    assert f"{val_losses[best]:.4f} after step {best}; written: a run/step_000012" in done
+    assert sample == "sample: python train_gpt2.py --out-dir 'a run' --sample-only"
+    assert curves == "curves: python benchmarks/plot.py 'a run'"
+
+
+def test_what_is_missing_on_this_machine_is_told(monkeypatch):
+    cpu = torch.device("cpu")
+    for gpu, version, is_told in (("smi", None, 1), (None, None, 0), ("smi", "13.0", 0)):
+        monkeypatch.setattr(shutil, "which", lambda name, gpu=gpu: gpu)
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert sum("this torch is for CPUs" in line for line in device.hints(cpu, "x")) == is_told
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "/nowhere")
+    assert "TIKTOKEN_CACHE_DIR" in "".join(device.hints(cpu, "gpt2"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_a_reader_that_goes_away_stops_nothing(capfd, monkeypatch):
+    """As `| head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        logger.show("a line")
+        logger.show("another")
+
+
+def test_without_stdout_and_stderr_nothing_is_shown(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    logger.show("a line")
+    assert [*logger.progress(range(3), "step 1", True)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("is_terminal", "is_main"), [(1, 1), (1, 0), (0, 1)])
+def test_only_a_terminal_gets_lines_that_overwrite_themselves(is_terminal, is_main, monkeypatch):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: bool(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    for _ in logger.progress(range(3), "validation", bool(is_main)):
+        time.sleep(0.6)
+    assert ("validation" in stderr.getvalue()) == bool(is_terminal and is_main)
+
+
+# ---- Boards --------------------------------------------------------------------------------------
+
+
+def test_weights_and_biases_get_the_figures_of_each_step(tmp_path, monkeypatch):
+    """As one run for a folder, also after a resume."""
+    started, logged = [], []
+
+    def init(**options):
+        started.append(options)
+        return SimpleNamespace(log=logged.append)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for _ in range(2):
+        log = Logger(tmp_path, True, make_boards(tmp_path, tensorboard=False, wandb=True))
+        log.record(step=1, loss=2.5, grad_norm=0.5)
+        log.record(saved=1, save_s=0.1)
+        log.file.close()
+    assert logged == [{"loss": 2.5, "grad_norm": 0.5, "step": 1}] * 2
+    assert started[0] == started[1] and started[0]["resume"] == "allow"
+    make_boards(tmp_path / "other", tensorboard=False, wandb=True)
+    assert started[2]["id"] != started[0]["id"]
+
+
+def test_weights_and_biases_without_an_account_is_one_line(tmp_path, monkeypatch):
+    def init(**options):
+        raise Exception("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(UserError, match="--wandb: No API key .*: .*wandb login, or set WANDB_MODE"):
+        make_boards(tmp_path, tensorboard=False, wandb=True)
+
+
+# ---- loss.png ------------------------------------------------------------------------------------
+
+
+def test_the_losses_of_a_long_run_are_few_means(monkeypatch):
+    monkeypatch.setattr(LossHistory, "MAX_POINTS", 20)
+    losses = np.random.default_rng(0).normal(3, 1, 1000)
+    history = LossHistory()
+    for i, loss in enumerate(losses):
+        if i == 500:  # a resume
+            history = LossHistory(**json.loads(json.dumps(vars(history))))
+        history.add(loss)
+    n = history.steps_per_point
+    assert 10 <= len(history.means) < 20 and len(history.means) * n + len(history.rest) == 1000
+    expected = losses[: len(history.means) * n].reshape(-1, n).mean(axis=1)
+    assert history.means == pytest.approx(expected)

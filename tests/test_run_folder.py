@@ -1,0 +1,47 @@
+"""Tests which folder a run writes into, and which ones it leaves alone."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from conftest import NEEDS_POSIX, flags, losses, train
+
+import train_gpt2
+from support.checkpoint import choose_out_dir
+
+
+def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("002", "3\u00b2", "4x", "9" * 30):
+        Path("out", name).mkdir(parents=True)
+    assert choose_out_dir("", resume=False) == Path("out", "003")
+    assert choose_out_dir("", resume=True) == Path("out", "002")
+
+
+def test_runs_are_numbered_and_resume_takes_the_newest(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, steps=3)
+    for _ in range(2):
+        assert train(line, tmp_path)[0] == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["001", "002"]
+    code, out, _ = train([*flags(data_dir=data_dir, steps=4), "--resume"], tmp_path)
+    assert code == 0 and "resumed after step 3" in out
+    assert max(losses(tmp_path / "out" / "002")) == 4
+
+
+@NEEDS_POSIX
+@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a pipe", "a folder"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_log_that_is_elsewhere_is_refused(kind, resume, data_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("mine").write_text("mine\n")
+    log = Path("run/log.jsonl")
+    if "link" in kind:
+        log.symlink_to("../nothing" if "nothing" in kind else "../mine")
+    else:
+        os.mkfifo(log) if kind == "a pipe" else log.mkdir()
+    assert train_gpt2.main(flags(data_dir=data_dir, out_dir="run", resume=resume)) == 2
+    assert re.fullmatch("train_gpt2.py: error: run.log.jsonl is .*\n", capsys.readouterr().err)
+    assert sorted(os.listdir()) == ["mine", "run"] and os.listdir("run") == ["log.jsonl"]
+    assert Path("mine").read_text() == "mine\n"

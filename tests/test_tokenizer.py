@@ -1,0 +1,71 @@
+"""Tests ../support/tokenizer.py: Hugging Face's tools have the tokenizers that we have."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import NEEDS_GPT2, records, run
+
+from dataloader import VOCAB_SIZES
+from support.tokenizer import load_tokenizer, token_lengths
+
+EITHER = pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
+TEXTS = [
+    "".join(chr(i) for i in range(0x2100)) + "\ud7ff\ue000\ufeff\uffff\U0001f642\U0010ffff",
+    "Hello,  wörld 🙂\n\tx1234 .",
+    " a , it 's",
+    "",
+]
+
+
+def from_hugging_face(folder: Path, name: str):
+    transformers = pytest.importorskip("transformers")
+    for file, content in load_tokenizer(name).files(24).items():
+        (folder / file).write_bytes(content)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@EITHER
+def test_a_checkpoints_tokenizer_in_transformers_is_ours(tmp_path, name):
+    theirs, ours = from_hugging_face(tmp_path, name), load_tokenizer(name)
+    end = VOCAB_SIZES[name] - 1
+    assert len(theirs) == end + 1 and theirs.model_max_length == 24
+    assert theirs.eos_token_id == theirs.bos_token_id == end
+    assert theirs.convert_ids_to_tokens(end) == "<|endoftext|>" == theirs.decode([end])
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
+    # An end of text inside a text is ordinary text.
+    assert max(ours.encode("<|endoftext|>")) < end
+    if name == "bytes":  # Hugging Face's of GPT-2 takes it for the end
+        assert theirs("<|endoftext|>")["input_ids"] == ours.encode("<|endoftext|>")
+    rng = random.Random(0)
+    for _ in range(500):  # parts of characters too
+        ids = rng.choices(range(end), k=rng.randint(1, 12))
+        content = b"".join(map(ours.token_bytes, ids))
+        assert theirs.decode(ids) == content.decode(errors="replace")
+
+
+@EITHER
+def test_a_token_is_as_long_as_its_bytes(name):
+    ours, lengths = load_tokenizer(name), token_lengths(name)
+    for text in TEXTS:
+        ids = np.array(ours.encode(text), int)
+        assert lengths[ids].sum() == len(text.encode())
+    assert not lengths[VOCAB_SIZES[name] - 1 :].any()
+
+
+def test_without_its_vocabulary_there_is_no_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    load_tokenizer.cache_clear()
+    assert load_tokenizer("gpt2") is load_tokenizer("unknown") is token_lengths("unknown") is None
+    load_tokenizer.cache_clear()
+
+
+def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_path):
+    texts = []
+    for name in ("a", "b"):
+        out_dir = run(tmp_path, data_dir, name, prompt="abc ", sample_tokens=200)
+        texts.append(records(out_dir, "sample")[12])
+    assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 100
