@@ -248,10 +248,11 @@ class Split:
 
 def describe(path: Path, tokens: np.ndarray, end_of_text: int) -> dict:
     """Return what the manifest says of a shard of these tokens."""
+    parts = [tokens[i : i + PIECE] for i in range(0, len(tokens), PIECE)]  # fit into the cache
     return {
         "name": path.name,
         "tokens": len(tokens),
-        "documents": int(np.count_nonzero(tokens == end_of_text)),
+        "documents": sum(int(np.count_nonzero(part == end_of_text)) for part in parts),
         "largest_id": int(tokens.max()),
         "sha256": sha256_of(path),
     }
@@ -329,8 +330,8 @@ def prepare(config: PrepareConfig):
     folder = config.folder
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     files = files_in(config.input) if config.input else standard_library()
-    for written in (folder, unfinished):
-        files = [file for file in files if written.absolute() not in Path(file).absolute().parents]
+    written = (os.path.join(folder.absolute(), ""), os.path.join(unfinished.absolute(), ""))
+    files = [file for file in files if not os.path.abspath(file).startswith(written)]
     if config.text_field != "text" and not any(RECORDS.search(file.lower()) for file in files):
         raise UserError("--text-field is for .jsonl, .json, .csv, .tsv and .parquet: leave it out")
     reader = Reader(files, config.text_field)

@@ -17,11 +17,11 @@ INT_MAX = 2**31 - 1
 def flag(  # noqa: PLR0913
     default,
     description: str,
+    on_resume: str = FREE,
     *,
-    min: float = -math.inf,  # noqa: A002
+    min: float = 0,  # noqa: A002
     max: float = math.inf,  # noqa: A002
     choices: tuple | dict | None = None,
-    on_resume: str = FREE,
     group: str = "",
 ):
     """Declare a dataclass field that is a flag. The first flag of a group in --help names it."""

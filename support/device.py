@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -176,20 +175,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
 
 
-def has_memory(attempt: Callable) -> bool:
-    """Return whether attempt() finds the memory that it needs, which is free again afterwards."""
-    try:
-        attempt()
-        return True
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+def free_memory():
+    """Give back what a failed attempt has left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def optimizer_memory(model: nn.Module) -> list[torch.Tensor]:

@@ -184,22 +184,6 @@ def test_a_new_epoch_is_cut_at_new_places_and_in_a_new_order():
     assert min(offsets) < 100 and max(offsets) > 924
 
 
-def test_each_epoch_deals_each_sequence_once_in_a_new_order(shards):
-    for B, ranks in BATCHES:
-        order = dealt(shards, B, ranks, seed=0)[:44]
-        assert sorted(order) == FIRSTS and order != FIRSTS
-        assert dealt(shards, B, ranks, seed=None)[:132] == FIRSTS * 3  # in the disk's order
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-def test_a_position_continues_with_other_batches_and_ranks(seed, shards):
-    order = dealt(shards, 1, 1, seed)
-    for before, after in zip(BATCHES, reversed(BATCHES), strict=True):
-        begun = dealt(shards, *before, seed, count=60)
-        ended = dealt(shards, *after, seed, start=len(begun), count=90)
-        assert (begun + ended)[:150] == order
-
-
 def test_reading_ahead_changes_nothing(shards, monkeypatch):
     order, reads, read = dealt(shards, 2, 1, seed=1), [], Shard.read
     monkeypatch.setattr(Shard, "read", lambda *args: reads.append(args) or read(*args))

@@ -12,7 +12,9 @@ import torch
 from conftest import NEEDS_POSIX
 
 import train_gpt2
+from model import GPT, GPTConfig
 from support import device
+from support.distributed import World
 from support.errors import UserError
 
 ROOT = Path(train_gpt2.__file__).parent
@@ -107,15 +109,19 @@ def test_a_lack_of_memory_is_known_in_all_its_words(monkeypatch, capsys, error):
         raise error
 
     is_memory = str(error) not in OTHERS
+    world = World(0, 1, torch.device("cpu"))
+    config = train_gpt2.TrainConfig(warmup_steps=0)
+    model = GPT(GPTConfig(4, 2, 1, 1, 4))
+    monkeypatch.setattr(train_gpt2, "dummy_pass", fail)
     assert device.is_out_of_memory(error) == is_memory
     if is_memory:
-        assert not device.has_memory(fail)
+        assert not train_gpt2.pass_fits(model, model, config, world)
         monkeypatch.setattr(train_gpt2, "run_program", fail)
         assert train_gpt2.main([]) == 2
         assert "--micro-batch-size" in capsys.readouterr().err
     else:
         with pytest.raises(RuntimeError):
-            device.has_memory(fail)
+            train_gpt2.pass_fits(model, model, config, world)
     monkeypatch.setattr(torch, "ones", fail)
     with pytest.raises(type(error) if is_memory else UserError):
         device.check_gpu(torch.device("cuda"))

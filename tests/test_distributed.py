@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import finish, start_ranks
+from conftest import finish, free_port, start_ranks
 from test_cli import HOSTILE, refused
 
 import train_gpt2
@@ -64,9 +64,12 @@ def test_the_group_of_ranks_waits_longer_than_the_watchdog(monkeypatch):
     """So it is the watchdog that ends a hang, and shows where. NCCL's own limit is ten minutes."""
     timeouts = []
 
-    def connect(backend, timeout):
+    def connect(backend, timeout, **place):
         timeouts.append(timeout.total_seconds())
 
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in ({"RANK": "0", "WORLD_SIZE": "1"} | where).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed.dist, "init_process_group", connect)
     monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: None)
     with distributed.process_group(World(0, 2, torch.device("cpu"))):

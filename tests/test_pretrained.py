@@ -116,7 +116,7 @@ FORK = {  # a field that GPT-2 does not have: each block subtracts what it shoul
         "            return x - self.drop(self.mlp(self.ln_2(x)))",
     ),
     "train_gpt2.py": after(
-        '    n_embd: int = flag(768, "channels of the residual stream", min=1, on_resume=KEEP)',
+        '    n_embd: int = flag(768, "channels of the residual stream", KEEP, min=1)',
         "    negated: bool = flag(False, 'of the fork', on_resume=KEEP)",
     ),
 }
