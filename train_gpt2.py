@@ -104,7 +104,7 @@ class TrainConfig:
     # An evaluation validates, samples, and answers the questions of --hellaswag.
     eval_every: int = flag(250, "steps between evaluations; 0: at both ends", group="logs")
     log_every: int = flag(1, "steps between lines on the terminal; log.jsonl has all", min=1)
-    hellaswag: str = flag("", "multiple-choice questions to answer at each evaluation")
+    hellaswag: str = flag("", "questions in JSON lines, as HellaSwag's or ARC's")
     tensorboard: bool = flag(False, "write the log for TensorBoard too")
     wandb: bool = flag(False, "write the log for Weights & Biases too")
 
@@ -116,7 +116,9 @@ class TrainConfig:
     top_k: int = flag(50, "draw among the k likeliest tokens; 0: among all")
 
     # All are on, except those that make this device slower: see device.speed_ups_off.
-    speed_ups: str = flag("all", "turn on those up to this one", choices=UP_TO, group="speed-ups")
+    speed_ups: str = flag(
+        "all", "turn on the speed-ups up to this one", choices=UP_TO, group="speed-ups"
+    )
     tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores", ROUNDS)
     bf16: bool = flag(True, "speed-up 2: bfloat16 where it is safe (autocast)", ROUNDS)
     compile: bool = flag(True, "speed-up 3: torch.compile", ROUNDS)
@@ -124,7 +126,7 @@ class TrainConfig:
     # The only speed-up that must be as it was: it changes the sizes of the optimizer's state.
     pad_vocab: bool = flag(True, "speed-up 5: 50,304 embedding rows, not 50,257", KEEP)
     fused: bool = flag(True, "speed-up 6: AdamW in one kernel", ROUNDS)
-    # By the code that is generated for an H100 it saves a quarter of the memory traffic. What that
+    # Judging by the code generated for an H100 it saves a quarter of the memory traffic. What that
     # brings is not measured yet.
     bf16_residual: bool = flag(False, "the residual stream in bfloat16 too", ROUNDS)
     fp16: bool = flag(False, "float16, for GPUs without bfloat16", ROUNDS)
@@ -154,9 +156,9 @@ class TrainConfig:
         if self.prompt.encode(errors="replace").decode() != self.prompt:
             raise UserError("--prompt is not UTF-8 text: type it anew")
         if self.bf16 and self.fp16:
-            raise UserError("--bf16 and --fp16 are two types for the same: leave one out")
+            raise UserError("--bf16 and --fp16 exclude each other: add --no-bf16 or --no-fp16")
         if self.bf16_residual and not self.bf16:
-            raise UserError("--bf16-residual needs --bf16: add it, or leave it out")
+            raise UserError("--bf16-residual needs --bf16: add it, or --no-bf16-residual")
 
     def shape(self, vocab_size: int) -> GPTConfig:
         # Each field of GPTConfig must be a flag: one that is forgotten fails here, at the start.
@@ -223,9 +225,7 @@ def resolve(
     that the run begins with, and state what else a resumed run has saved."""
     # What somebody has asked for, now or when the run was started. It wins over everything else, or
     # is refused.
-    saved = flags_of_run(state)
-    saved = up_to(saved.get("speed_ups", "all")) | saved
-    explicit = saved | up_to(typed.get("speed_ups", "all")) | typed
+    explicit = kept_flags(state) | given_flags(typed, state)
     from_weights = flags_of_weights(source, explicit)
     default_model = {"model": "gpt2" if on.type == "cuda" else "nano"}
     model = (default_model | from_weights | explicit)["model"]
@@ -243,30 +243,34 @@ def resolve(
     return TrainConfig(**flags), {name: why.reason for name, why in off.items()}
 
 
-def flags_of_run(state: dict | None) -> dict:
-    """Return the flags that a saved run was given, and those that must stay as they were."""
-    if state is None:
-        return {}
+def given_flags(typed: dict, state: dict | None) -> dict:
+    """Return the flags that were typed, now or in the processes before: what a resume takes as
+    typed. --speed-ups stands for the flags that it turns on and off."""
+    saved = state["typed"] if state else {}
+    ladder = {}
+    if "speed_ups" in typed:
+        names = [name.replace("-", "_") for name in SPEED_UPS]
+        saved = {name: value for name, value in saved.items() if name not in names}
+        num_on = UP_TO.index(typed["speed_ups"])
+        ladder = dict.fromkeys(names[num_on:], False)
+        if 0 < num_on <= len(names):
+            # Those before it stay on where the device has them. The one that is named is required.
+            ladder[names[num_on - 1]] = True
+        if state:
+            ladder.pop("pad_vocab", None)  # a resume can't change it
+    known = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] != ONCE]
+    # Typed, not resolved: on another device the defaults of that device hold.
+    saved = {name: value for name, value in saved.items() if name in known}
+    return saved | ladder | typed
+
+
+def kept_flags(state: dict | None) -> dict:
+    """Return the flags that a resumed run must have as they were: from its checkpoint, never from
+    log.jsonl, since a damaged log must not change a run."""
     flags = {}
-    # From the checkpoint, never from log.jsonl: a damaged log must not change a run.
     for f in fields(TrainConfig):
-        if f.metadata["on_resume"] == KEEP:
+        if state and f.metadata["on_resume"] == KEEP:
             flags[f.name] = state["config"].get(f.name, f.default)
-        if f.name in state["typed"]:
-            flags[f.name] = state["typed"][f.name]
-    return flags
-
-
-def up_to(speed_up: str) -> dict[str, bool]:
-    """Return the speed-ups that --speed-ups turns on and off; none for "all"."""
-    if speed_up == "all":
-        return {}
-    names = [name.replace("-", "_") for name in SPEED_UPS]
-    num_on = UP_TO.index(speed_up)
-    flags = dict.fromkeys(names[num_on:], False)
-    if num_on:
-        # Those before it stay on where the device has them. The one that is named must be had.
-        flags[names[num_on - 1]] = True
     return flags
 
 
@@ -318,16 +322,19 @@ def dtype_of(config: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if config.bf16 else torch.float32
 
 
+def set_backends(config: TrainConfig, on: torch.device):
+    """Set what holds for all of torch, before the first matrix product."""
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
+    # Code compiled for a CPU adds up in an order that varies, unless it must be deterministic.
+    device.set_determinism(config.deterministic or on.type == "cpu", config.compile)
+    if on.type == "cpu":
+        device.set_allocator(keep_freed=not config.recompute)
+
+
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     """Return the same parameters behind torch.compile and DDP. model itself stays plain. It is what
     is saved, loaded and sampled: so no checkpoint has `_orig_mod.` or `module.` in its names, and
     odd shapes do not compile anew."""
-    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
-    is_cpu = world.device.type == "cpu"
-    # Code compiled for a CPU adds up in an order that varies, unless it must be deterministic.
-    device.set_determinism(config.deterministic or is_cpu, config.compile)
-    if is_cpu:
-        device.set_allocator(keep_freed=not config.recompute)
     # Every training batch has one shape, so nothing is gained by code for all shapes.
     net = torch.compile(model, dynamic=False) if config.compile else model  # speed-up 3
     # Gradients as views into DDP's buckets: no second copy of them in memory.
@@ -430,9 +437,9 @@ def train_step(run: Run) -> StepResult:
 
     # Gradients are scaled up for float16. They are scaled down before they are measured.
     run.scaler.unscale_(run.optimizer)
+    # Computed without --grad-clip too, for the log: a jump in it often precedes a divergence.
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
 
-    # Without a limit the norm is still computed, for the log: a jump in it announces a divergence.
     # One small all-reduce carries everything that the ranks must agree on. An inf or nan survives
     # a sum, so every rank sees those of all. tolist() is the one place where a step waits for the
     # device.
@@ -478,12 +485,15 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
     ranks = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
     end = run.loader.position
     begin = end - config.batch_tokens // config.seq_len
+    # The weights are good: nothing was updated. With the loader set back, no step is lost.
+    run.loader.position = begin
+    save(run)
     world.raise_on_all(
         errors.NumericalError(
             f"step {run.step + 1} gave loss {loss} (not finite on rank"
             f" {', '.join(ranks) or 'none'}) and gradient norm {grad_norm}, on sequences {begin:,}"
-            f" to {end - 1:,}: not applied, the weights are those of step {run.step}; try a"
-            f" --learning-rate below {config.learning_rate}"
+            f" to {end - 1:,}: not applied; step {run.step} is saved: try --resume"
+            f" with a --learning-rate below {config.learning_rate}"
         )
     )
 
@@ -712,19 +722,21 @@ def save(run: Run):
     errors.reset_watchdog()
     # A rank that has drifted away (a faulty GPU, say) would be invisible in the averaged loss.
     check_ranks_agree(run.model, run.step, run.world)
-    if run.world.is_main:
-        started = time.perf_counter()
-        # Synchronously: a copy for a background thread would hide some two seconds of 250 steps.
-        path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
-        if not run.signals.has_saved:  # the first one of this process
-            checkpoint.check_readable(path, run.model, run.optimizer)
-        checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
-        seconds = time.perf_counter() - started
-        run.log.record(saved=run.step, path=str(path), save_s=seconds)
-        if run.step:
-            run.log.print(f"saved {path}")
+    run.world.from_main(write_checkpoint, run)
     run.signals.has_saved = True
     run.signals.has_unsaved_steps = False
+
+
+def write_checkpoint(run: Run):
+    started = time.perf_counter()
+    # Synchronously: a copy for a background thread would save some two seconds of 250 steps.
+    path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
+    if not run.signals.has_saved:  # the first one of this process
+        checkpoint.check_readable(path, run.model, run.optimizer)
+    checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
+    run.log.record(saved=run.step, path=str(path), save_s=time.perf_counter() - started)
+    if run.step:
+        run.log.print(f"saved {path}")
 
 
 def state_of(run: Run) -> dict:
@@ -810,25 +822,29 @@ def use_weights(typed: dict, world: World) -> int:
         out_dir = world.from_main(checkpoint.choose_out_dir, typed.get("out_dir", ""), True)
         path = world.from_main(checkpoint.newest, out_dir)
         if path is None:
-            raise UserError(f"no checkpoint in {out_dir}: name a run by --out-dir, or --init-from")
-        source = read(path)
+            cure = "name a run by --out-dir, or --init-from"
+            world.raise_on_all(UserError(f"no checkpoint in {out_dir}: {cure}"))
+        source = world.on_all(read, path)
         state = checkpoint.read_state(path)
     # The flags that the run was given (precision, data, prompt) hold here too, unless typed again.
     # Each sample has another length, so compiling would not pay.
     typed = {"compile": False} | typed
     # Resolved by the main rank, so that it is the one to report a mistake.
     config, _ = world.from_main(resolve, typed, state, source, world.device)
-    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    set_backends(config, world.device)
     model = GPT(source.shape, config.computation()).eval()
     load_weights(model, source)
     model.to(world.device)
+    config = replace(config, num_samples=max(1, config.num_samples))  # the run may have had none
     if config.eval_only:
         texts = evaluate_weights(model, source, config, world)
         if world.is_main:
             logger.show(f"{source.path}: {'; '.join(texts)}")
     if config.sample_only and world.is_main:
         try:
-            sample_weights(model, source.tokenizer, config, ask="prompt" not in typed)
+            sample_weights(
+                model, source.tokenizer, config, "prompt" not in given_flags(typed, state)
+            )
         except FloatingPointError as error:
             raise UserError(f"{source.path} can't be sampled: {error}") from error
     return errors.DONE
@@ -839,7 +855,7 @@ def evaluate_weights(
 ) -> list[str]:
     """Return the results of --eval-only in words."""
     data, _, questions = world.from_main(open_data, config, source)
-    # Without a backward pass, this much fits wherever the model can be trained.
+    # Enough to keep a device busy.
     B = 32 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     loader = ShardLoader(data.val, B, config.seq_len, world.rank, world.size)
     texts = []
@@ -862,6 +878,9 @@ def sample_weights(model: GPT, tokenizer: str, config: TrainConfig, ask: bool):
                 config = replace(config, prompt=input("prompt> "))
             except EOFError:
                 return
+            except UserError as error:
+                logger.show(str(error))
+                continue
         for number in range(config.num_samples):
             if number:
                 logger.show("\n---")
@@ -909,6 +928,7 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
             return None
 
     # The network, and a micro-batch that fits.
+    set_backends(config, world.device)
     # Every rank draws the same initial weights from the same seed.
     model = GPT(config.shape(vocab_size), config.computation(), config.seed)
     num_bytes = 12 * sum(p.numel() for p in model.parameters())  # weights and moments, float32
@@ -924,10 +944,13 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
 
     # The run. Its boards come first: they may fail, and then there is no run yet.
     boards = logger.make_boards(out_dir, config.tensorboard, config.wandb) if world.is_main else []
+    once = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == ONCE]
     place = (config.micro_batch_size, config.seq_len, world.rank, world.size)
     run = Run(
         config=config,
-        typed=flags_to_save(typed, state),
+        typed={
+            name: value for name, value in given_flags(typed, state).items() if name not in once
+        },
         world=world,
         out_dir=out_dir,
         lock=lock,
@@ -992,20 +1015,12 @@ def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
         current = getattr(config, f.name)
         if f.metadata["on_resume"] == KEEP and saved != current:
             given = typed_as(f.name, current)
-            raise UserError(f"{given}: the run in {config.out_dir} has {saved}: {cure}")
+            raise UserError(f"{given}: the run in {config.out_dir} has {saved or 'none'}: {cure}")
     # The fingerprint is of the tokens, not of names: a folder may have moved.
     if data.fingerprint != state["data"]:
         folder = data.train[0].path.parent
         began = state["config"]["data_dir"] or "none"
         raise UserError(f"--data-dir {folder} has other tokens than the run began with ({began})")
-
-
-def flags_to_save(typed: dict, state: dict | None) -> dict:
-    """Return what a resume takes as typed: the flags of this command and of those before it."""
-    # Typed, not resolved: on another device the defaults of that device hold.
-    flags = (state["typed"] if state else {}) | typed
-    once = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == ONCE]
-    return {name: value for name, value in flags.items() if name not in once}
 
 
 def fit_micro_batch(
@@ -1033,6 +1048,8 @@ def fit_micro_batch(
             del net
             torch.compiler.reset()  # frees what was compiled
         B //= 2
+        while B and num_sequences % B:  # it divides, unless the run was begun with an odd size
+            B -= 1
     cure = "lower --seq-len, or add --recompute and --loss-chunk-tokens 1024"
     raise UserError(f"not even one sequence fits the memory: {cure}")
 

@@ -5,7 +5,7 @@ A checkpoint is a folder, step_000250, and a model for Hugging Face's tools:
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
     tokenizer*.json, vocab.json, merges.txt      as far as the tokenizer is at hand
     optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
-    state.json              all else that a resume needs: see `state` in train_gpt2.py
+    state.json              all else that a resume needs: see state_of in train_gpt2.py
     SHA256SUMS              of all these files, for `sha256sum -c SHA256SUMS`
 
 It is written as step_000250.tmp, synchronized with the disk, verified, and renamed as a whole: so

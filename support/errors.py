@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, or already complete; 1 a bug or a hang, with a traceback; 2 the user's mistake;
 3 stopped by a signal, and saved; 4 a loss or gradient that is not finite, or ranks that differ;
-6 the disk; 7 no good checkpoint; 130 stopped by a signal before anything could be saved.
+6 the disk; 7 no good checkpoint; 130 stopped by a signal in the start, or by a second one.
 
 train_gpt2.py imports this module before torch, so it imports nothing outside the standard library.
 """
@@ -120,7 +120,7 @@ class StopSignals:
         if is_first and self.is_main:
             # os.write, since the signal may have interrupted a print
             with suppress(OSError):
-                os.write(2, b"\nstopping after this step; Ctrl-C again to quit without saving\n")
+                os.write(2, b"\nstopping after this step; after 2 s Ctrl-C quits without saving\n")
 
 
 # ---- Hangs and orphans ---------------------------------------------------------------------------

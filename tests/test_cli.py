@@ -16,7 +16,7 @@ from model import SHAPES
 from support.cli import KEEP, ONCE, default_text, spell
 from support.errors import UserError
 from support.synonyms import SYNONYMS
-from train_gpt2 import RECIPES, TrainConfig, read_flags, resolve
+from train_gpt2 import RECIPES, TrainConfig, given_flags, read_flags, resolve
 
 ROOT = Path(train_gpt2.__file__).parent
 CPU = torch.device("cpu")
@@ -28,7 +28,8 @@ def resolved(line: str, state: dict | None = None, on: torch.device = CPU) -> Tr
 
 def saved(line: str) -> dict:
     """Return what a checkpoint of a run with this command line says about its flags."""
-    return {"typed": read_flags(line.split()), "config": asdict(resolved(line))}
+    typed = given_flags(read_flags(line.split()), None)
+    return {"typed": typed, "config": asdict(resolved(line))}
 
 
 def test_nano_is_the_default_without_a_gpu_and_gpt2_with_one(monkeypatch):
@@ -70,6 +71,9 @@ RESUMED = [  # the run, what is typed at its resume, a flag, its value
     ("--speed-ups bf16", "--speed-ups fused", "fused", True),
     ("--no-bf16", "--speed-ups bf16", "bf16", True),
     ("--flash", "--speed-ups none", "flash", False),
+    ("--speed-ups none", "--speed-ups all", "flash", True),
+    ("--no-fused", "--speed-ups fused", "fused", True),
+    ("", "--speed-ups none", "pad_vocab", True),
 ]
 
 
@@ -151,8 +155,8 @@ MISTAKES = {
     "--steps=--": "-- ends the flags, and is no value",
     "--steps 12 --warmup-steps 99": "--steps 12: try --warmup-steps 2",
     "--model gpt2 --n-embd 32 --n-head 5": "--n-head 5 must divide --n-embd 32: try --n-head 4",
-    "--bf16 --fp16": "--bf16 and --fp16 are two types for the same: leave one out",
-    "--bf16-residual --no-bf16": "--bf16-residual needs --bf16: add it, or leave it out",
+    "--bf16 --fp16": "--bf16 and --fp16 exclude each other: add --no-bf16 or --no-fp16",
+    "--bf16-residual --no-bf16": "--bf16-residual needs --bf16: add it, or --no-bf16-residual",
     "--tf32": "--tf32 needs an NVIDIA GPU of 2020 or later, this is cpu",
     "--batch-tokens 100 --seq-len 16 --micro-batch-size 3": "not a multiple of 48 = .*: try .* 96",
     "--batch-tokens 8 --seq-len 16": "--batch-tokens 8 .* 16 = .*: try --batch-tokens 16",

@@ -69,7 +69,7 @@ def test_a_run_goes_on_and_is_evaluated_on_a_gpu(stand_in, data_dir, tmp_path):
     ("old", "new", "operation"),
     [
         ("float(run.signals.received), device=world.device", "float(0)", "aten.stack"),
-        ("loss_sum += loss.detach()", "loss_sum += loss.item()", ""),
+        ("loss_of_rank += loss.detach()", "loss_of_rank += loss.item()", ""),
     ],
 )
 def test_a_planted_fault_is_found(stand_in, data_dir, tmp_path, old, new, operation):

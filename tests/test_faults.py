@@ -119,8 +119,7 @@ def limit(name: str, size: int, *_):
 
 
 def crash(at: int, rank: int = 0):
-    """Injection: the process dies before its nth operation on files; a file that it was about to
-    synchronize is torn."""
+    """Injection: die before the nth operation on files; what it would have synchronized is torn."""
     calls, fsync = itertools.count(1), os.fsync
 
     def audit(event: str, args: tuple):
@@ -384,7 +383,7 @@ def other_machine(what: str, rank: int):
         shutil.copytree("data", "other/data")
     if what == "other data":
         Path("other/data/manifest.json").unlink()
-        shutil.copy("data/train_000001.bin", "other/data/train_000000.bin")
+        flip(min(Path("other/data").glob("train*")), 8 * 1100)
     os.chdir("other")
 
 
@@ -401,23 +400,16 @@ def in_save(function: str, error: OSError) -> Callable:
 
 
 NO_SPACE, IO_ERROR = OSError(errno.ENOSPC, "No space left"), OSError(errno.EIO, "I/O error")
-FULL = "step_000010 can't be written: .*No space left.*GB are free"
 FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (None: no folder)
     "a signal to rank 0 in a step": (at("train_step", 3, send, signal.SIGINT), 2, 3, "", [3, 0]),
     "to rank 1": (at("train_step", 3, send, signal.SIGUSR1, on_rank=1), 2, 3, "", [3, 0]),
     "to both in a sample": (signal_to_all, 2, 3, "", [12, 10, 0]),
     "that Python ignores": (at("logger.log_start", 1, signal_in_callback), 1, 3, "", [1, 0]),
-    "a NaN loss": (
-        at("train_step", 4, bad_loss, on_rank=1),
-        2,
-        4,
-        r"step 4 .*rank 1\).* 36 to 47",
-        [0],
-    ),
-    "an infinite gradient": (at("train_step", 4, bad_gradient, on_rank=1), 2, 4, "rank none", [0]),
+    "a NaN loss": (at("train_step", 4, bad_loss, on_rank=1), 2, 4, r" 1\).* 36 to 47", [3, 0]),
+    "an infinite gradient": (at("train_step", 4, bad_gradient, on_rank=1), 2, 4, "k none", [3, 0]),
     "other weights": (at("log_step", 6, change_a_weight, on_rank=1), 2, 4, "10 rank 1 ", [5, 0]),
-    "a full disk": (in_save("Path.mkdir", NO_SPACE), 1, 6, FULL, [5, 0]),
-    "for tensors": (in_save("checkpoint.write_tensors", NO_SPACE), 1, 6, FULL, [5, 0]),
+    "a full disk": (in_save("Path.mkdir", NO_SPACE), 1, 6, "10 can't .*No space", [5, 0]),
+    "for tensors": (in_save("checkpoint.write_tensors", NO_SPACE), 1, 6, "No space", [5, 0]),
     "no fsync": (in_save("checkpoint.sync_folder", IO_ERROR), 1, 6, "I/O err", [5, 0]),
     "a full log": (at("log_step", 7, full_log), 1, 6, "too large: '.*log.jsonl'", [5, 0]),
     "shards that are cut": (at("log_step", 3, break_shards, "cut"), 1, 6, "train_0000", [0]),
@@ -475,8 +467,7 @@ def test_ranks_whose_machines_hold_other_checkpoints_do_not_start(trial):
 
 @pytest.mark.parametrize("how", ["flipped", "emptied", "foreign"])
 def test_flags_and_state_of_a_resume_are_never_read_from_the_log(trial, how):
-    """A flipped bit in its first record once was another learning rate, and a log that a power
-    failure had emptied the default flags."""
+    """A flipped bit once was another learning rate, and an emptied log the default flags."""
     trial.train(kill_after=7)
     log = trial.log.read_bytes()
     flipped = log.replace(b'"learning_rate": 0.01', b'"learning_rate": 0.05', 1)
@@ -703,10 +694,7 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    return os.path.exists(f"/proc/{pid}/exe")  # a zombie has none
 
 
 @slow
@@ -796,8 +784,7 @@ def test_the_soak_finds_nothing_lost(tmp_path, monkeypatch):
 
     monkeypatch.setattr(soak, "STEPS", 120)
     *_, counts = soak.soak(0.3, [2], 5, tmp_path)
-    assert counts["starts"] > counts["runs"] >= 1
-    assert not any(counts[name] for name in soak.LOST)
+    assert counts["starts"] > counts["runs"] >= 1 and not counts["runs that differ"]
 
 
 def test_every_row_of_the_matrix_has_a_test_or_a_reason():
