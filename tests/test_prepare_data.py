@@ -599,10 +599,12 @@ def test_a_download_breaks_off_and_goes_on_and_grows(hub, tmp_path):
     hub.faults = ["short", "", "short"]
     assert download(tmp_path / "data", hub, "--shards", 1)[0] == 0
     check_folder(tmp_path / "data", hub)
+    hub.faults.clear()  # of how many are met, the library decides
     hub.requests.clear()
     assert download(tmp_path / "data", hub, "--shards", 1)[0] == 0
     assert hub.requests == []  # nobody is asked for what is here
-    assert download(tmp_path / "data", hub, "--shards", 2)[0] == 0
+    result = download(tmp_path / "data", hub, "--shards", 2)
+    assert result[0] == 0, result
     check_folder(tmp_path / "data", hub, 2)
     (tmp_path / "data" / NAMES[1]).unlink()
     assert download(tmp_path / "data", hub, "--shards", 2)[0] == 0
