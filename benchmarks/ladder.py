@@ -88,11 +88,9 @@ def command(flags: dict) -> str:
 
 
 def train(flags: dict) -> tuple[dict, int, str]:
-    """Return what a run measured, its exit code, and its error message.
-
-    If the micro-batch does not fit into memory, half of it is tried, and gradient accumulation
-    makes up for that. The result holds the flags that were used.
-    """
+    """Return what a run measured, its exit code, and its error message. If the micro-batch does not
+    fit into memory, half of it is tried, and gradient accumulation makes up for that. The result
+    holds the flags that were used."""
     real = {"python": [sys.executable], "train_gpt2.py": [str(machine.TRAIN)]}
     real["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
     program = [part for word in shlex.split(command(flags)) for part in real.get(word, [word])]

@@ -97,18 +97,14 @@ def label(row: dict) -> str:
     return " ".join([row["model"], *row["flags"]])
 
 
-def weights_mib(model: str) -> float:
-    """Return the size of a model's float32 weights."""
-    with torch.device("meta"):  # sizes alone: takes no memory
-        return sum(p.nbytes for p in GPT(SHAPES[model]).parameters()) / 2**20
-
-
 def fitting(rows: list[dict], gib: float) -> dict[str, int]:
     """Return the most sequences in a pass on a card of so many GiB, by model and flags."""
     most = {}
     for row in rows:
         # when a run tries what fits, it holds the gradients twice, to leave room
-        gradients_mib = weights_mib(row["model"])
+        with torch.device("meta"):  # sizes alone: takes no memory
+            params = GPT(SHAPES[row["model"]]).parameters()
+        gradients_mib = sum(p.nbytes for p in params) / 2**20
         if row["peak_mib"] + gradients_mib <= 1024 * (gib - HEADROOM):
             most[label(row)] = max(most.get(label(row), 0), row["B"])
     return most

@@ -275,11 +275,8 @@ def summarize(rounds: list[dict], batch_tokens: int) -> dict:
 
 
 def block(contents: dict[str, dict]) -> str:
-    """Return what benchmarks/README.md shows of these results, by file name.
-
-    Speeds are medians of the rounds with the slowest and the fastest; ratios are medians with each
-    round's.
-    """
+    """Return what benchmarks/README.md shows of these results, by file name. Speeds are medians of
+    the rounds with the slowest and the fastest; ratios are medians with each round's."""
     parts = []
     for file, content in contents.items():
         env = content["environment"]

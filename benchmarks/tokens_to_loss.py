@@ -143,10 +143,8 @@ def reached(run: dict, loss: float) -> tuple[float, float]:
 
 
 def shares(runs: list[dict], name: str) -> dict[str, list[float]]:
-    """Return Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's, by seed.
-
-    Seconds are only of the later seeds, whose runs came one after the other.
-    """
+    """Return Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's, by seed. Seconds
+    are only of the later seeds, whose runs came one after the other."""
     found = {"tokens": [], "seconds": []}
     for adamw, *muon in zip(*best_by_seed(runs, name).values(), strict=True):
         step, seconds = min(reached(run, last_loss(adamw)) for run in muon)
