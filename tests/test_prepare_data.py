@@ -546,6 +546,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body) + server.lie))
         if status == 404:
             self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("Connection", "close")  # or the client may ask again as it is closed
         self.end_headers()
         if with_body:
             self.wfile.write(body[: len(body) // 2] if fault == "short" else body)
