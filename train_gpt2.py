@@ -173,8 +173,8 @@ class TrainConfig:
         batch is not a multiple of what all ranks take in one pass."""
         B = max(1, self.micro_batch_size)  # 0 until it is known what fits: then one must work
         tokens_per_pass = B * self.seq_len * num_ranks
-        count, rest = divmod(self.batch_tokens, tokens_per_pass)
-        if rest:
+        count, remainder = divmod(self.batch_tokens, tokens_per_pass)
+        if remainder:
             nearest = max(1, count) * tokens_per_pass
             raise UserError(
                 f"--batch-tokens {self.batch_tokens} is not a multiple of {tokens_per_pass} ="
@@ -286,11 +286,11 @@ def flags_of_weights(source: Pretrained | None, explicit: dict) -> dict:
         if all(getattr(shape, key) == flags[key] for key in ("n_layer", "n_head", "n_embd")):
             flags["model"] = name
     for name, value in flags.items():
-        given = explicit.get(name, value)
-        if name == "model" or (name == "seq_len" and given < value):
+        wanted = explicit.get(name, value)
+        if name == "model" or (name == "seq_len" and wanted < value):
             continue  # another recipe, or the first positions of the weights
-        if given != value:
-            raise UserError(f"{typed_as(name, given)}: {source.path} has {value}: leave it out")
+        if wanted != value:
+            raise UserError(f"{typed_as(name, wanted)}: {source.path} has {value}: leave it out")
     return flags | FINETUNE if explicit.get("init_from") else flags
 
 
@@ -1014,8 +1014,10 @@ def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
         saved = state["config"].get(f.name, f.default)
         current = getattr(config, f.name)
         if f.metadata["on_resume"] == KEEP and saved != current:
-            given = typed_as(f.name, current)
-            raise UserError(f"{given}: the run in {config.out_dir} has {saved or 'none'}: {cure}")
+            flag_text = typed_as(f.name, current)
+            raise UserError(
+                f"{flag_text}: the run in {config.out_dir} has {saved or 'none'}: {cure}"
+            )
     # The fingerprint is of the tokens, not of names: a folder may have moved.
     if data.fingerprint != state["data"]:
         folder = data.train[0].path.parent
@@ -1096,8 +1098,8 @@ def run_program(typed: dict, signals: errors.StopSignals) -> int:
     with process_group(world):
         # Ranks that were started with different commands would wait for each other forever. Each
         # rank computes Muon's update itself, so all need the same kind of device.
-        given = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
-        world.check_same(given | {"the processor or GPU": device.device_name(world.device)})
+        command = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
+        world.check_same(command | {"the processor or GPU": device.device_name(world.device)})
         if typed.get("eval_only") or typed.get("sample_only"):
             return use_weights(typed, world)
         return set_up_and_train(typed, world, signals)

@@ -260,11 +260,11 @@ def verify(path: Path):
     sums = {}
     try:
         # Every byte counts: a flipped bit in a newline must not read as another kind of line end.
-        *lines, rest = (path / SUMS).read_bytes().decode("ascii").split("\n")
+        *lines, after_last = (path / SUMS).read_bytes().decode("ascii").split("\n")
         for line in lines:
             digest, name = re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", line, re.ASCII).groups()
             sums[name] = digest
-        if rest or not sums.keys() >= REQUIRED:
+        if after_last or not sums.keys() >= REQUIRED:
             raise ValueError("it is not whole")
     except (OSError, ValueError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path / SUMS} is damaged: {error}") from error

@@ -221,8 +221,8 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 def peak_tflops(name: str) -> float | None:
     """Return the data sheet's TFLOP/s of the GPU with this name, None if it is not listed."""
-    for known, peak in PEAK_TFLOPS.items():
-        if re.match(rf"{known}\b(?! Ti| Laptop)", name):
+    for prefix, peak in PEAK_TFLOPS.items():
+        if re.match(rf"{prefix}\b(?! Ti| Laptop)", name):
             return peak
     return None
 
@@ -249,8 +249,8 @@ def cpu_name(cpuinfo: Path) -> str:
     """Return the processor and which of its instructions PyTorch uses: both may change the last
     bits of a sum. Linux has numbers instead of a name for an Arm."""
     text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
-    found = re.findall(r"^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)", text, re.M)
-    name = " ".join(dict.fromkeys(found)) or platform.processor() or platform.machine()
+    parts = re.findall(r"^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)", text, re.M)
+    name = " ".join(dict.fromkeys(parts)) or platform.processor() or platform.machine()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 

@@ -53,12 +53,12 @@ def files_in(inputs: list[str]) -> list[str]:
 def matches(pattern: Path) -> list[str]:
     """Return what a pattern names, without hidden files. Unlike glob's, pathlib's ** does not
     follow links, which may go in circles."""
-    found = []
+    paths = []
     with suppress(ValueError, OSError):  # no pattern, or too long a name
         for path in Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))):
             if not any(part[0] == "." and part not in pattern.parts for part in path.parts):
-                found.append(str(path))
-    return found
+                paths.append(str(path))
+    return paths
 
 
 @dataclass

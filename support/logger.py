@@ -228,18 +228,18 @@ class LossHistory:
     MAX_POINTS = 2000
 
     def __init__(
-        self, steps_per_point: int = 1, means: list | None = None, rest: list | None = None
+        self, steps_per_point: int = 1, means: list | None = None, incomplete: list | None = None
     ):
         self.steps_per_point = steps_per_point
         self.means = means or []
-        self.rest = rest or []  # losses of the point that is not complete yet
+        self.incomplete = incomplete or []  # losses of the next point
 
     def add(self, loss: float):
-        self.rest.append(loss)
-        if len(self.rest) < self.steps_per_point:
+        self.incomplete.append(loss)
+        if len(self.incomplete) < self.steps_per_point:
             return
-        self.means.append(sum(self.rest) / len(self.rest))
-        self.rest = []
+        self.means.append(sum(self.incomplete) / len(self.incomplete))
+        self.incomplete = []
         if len(self.means) == self.MAX_POINTS:
             pairs = zip(self.means[::2], self.means[1::2], strict=True)
             self.means = [(a + b) / 2 for a, b in pairs]

@@ -1,38 +1,14 @@
 """What the tests of the data share."""
 
-import json
-import os
 import random
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-import dataloader
 import prepare_data
 from support.corpus import open_folder
-from support.files import missing_vocab
 
 PROGRAM = prepare_data.__file__
-NEEDS_POSIX = pytest.mark.skipif(os.name != "posix", reason="needs links, pipes and fork")
-NEEDS_GPT2 = pytest.mark.skipif(
-    bool(missing_vocab()), reason="TIKTOKEN_CACHE_DIR has no GPT-2 vocabulary"
-)
-
-
-def write_shard(path: Path, tokens: np.ndarray):
-    path.write_bytes(dataloader.shard_header(len(tokens)) + tokens.astype("<u2").tobytes())
-
-
-def jsonl(path: Path, *records) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf8")
-    return path
-
-
-def prepare(folder: Path, *flags) -> int:
-    return prepare_data.main(["--data-dir", str(folder), *map(str, flags)])
 
 
 def start(folder: Path, *flags) -> subprocess.Popen:

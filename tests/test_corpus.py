@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import NEEDS_POSIX, error_of, prepare, stream, write_shard
+from conftest import NEEDS_POSIX, prepare, write_shard
+from data_helpers import error_of, stream
 from test_dataloader import RAW, TOKENS, llmc, npy
 
 from dataloader import DamagedShard, ShardError, ShardLoader

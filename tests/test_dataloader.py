@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_helpers import write_shard
+from conftest import write_shard
 
 import dataloader
 from dataloader import DamagedShard, Shard, ShardLoader, epoch_offset, open_shard

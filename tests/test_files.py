@@ -1,7 +1,7 @@
 """Tests ../support/files.py."""
 
 import pytest
-from data_helpers import NEEDS_POSIX
+from conftest import NEEDS_POSIX
 
 from support import files
 

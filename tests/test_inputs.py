@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from data_helpers import NEEDS_POSIX, error_of, prepare, start, stream, write_texts
+from conftest import NEEDS_POSIX, prepare
+from data_helpers import error_of, start, stream, write_texts
 
 from support import inputs
 from support.errors import UserError

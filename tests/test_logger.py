@@ -150,6 +150,8 @@ def test_the_losses_of_a_long_run_are_few_means(monkeypatch):
             history = LossHistory(**json.loads(json.dumps(vars(history))))
         history.add(loss)
     n = history.steps_per_point
-    assert 10 <= len(history.means) < 20 and len(history.means) * n + len(history.rest) == 1000
+    assert (
+        10 <= len(history.means) < 20 and len(history.means) * n + len(history.incomplete) == 1000
+    )
     expected = losses[: len(history.means) * n].reshape(-1, n).mean(axis=1)
     assert history.means == pytest.approx(expected)

@@ -16,17 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import (
-    NEEDS_GPT2,
-    PROGRAM,
-    content,
-    error_of,
-    jsonl,
-    prepare,
-    start,
-    stream,
-    write_texts,
-)  # fmt: skip
+from conftest import NEEDS_GPT2, jsonl, prepare
+from data_helpers import PROGRAM, content, error_of, start, stream, write_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from data_helpers import NEEDS_GPT2, jsonl
+from conftest import NEEDS_GPT2, jsonl
 
 from dataloader import VOCAB_SIZES
 from support import evaluate, questions
