@@ -931,26 +931,20 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     set_backends(config, world.device)
     # Every rank draws the same initial weights from the same seed.
     model = GPT(config.shape(vocab_size), config.computation(), config.seed)
-    num_bytes = 12 * sum(p.numel() for p in model.parameters())  # weights and moments, float32
-    # While a checkpoint is written, --keep older ones and the best one are there.
-    num_more = max(1, config.keep + 2 - len(checkpoint.checkpoints(out_dir)))
-    world.from_main(checkpoint.check_disk_space, out_dir, num_more * num_bytes)
-    if is_new:
-        world.from_main(lock.acquire, is_new)
     if source:
         load_weights(model, source)
+    world.from_main(check_room, model, config)
+    if is_new:
+        world.from_main(lock.acquire, is_new)
     model.to(world.device)
     net, config = fit_micro_batch(model, config, world, state)
 
     # The run. Its boards come first: they may fail, and then there is no run yet.
     boards = logger.make_boards(out_dir, config.tensorboard, config.wandb) if world.is_main else []
-    once = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == ONCE]
     place = (config.micro_batch_size, config.seq_len, world.rank, world.size)
     run = Run(
         config=config,
-        typed={
-            name: value for name, value in given_flags(typed, state).items() if name not in once
-        },
+        typed=flags_to_save(typed, state),
         world=world,
         out_dir=out_dir,
         lock=lock,
@@ -975,6 +969,22 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         dummy_pass(net, config, world)
     logger.log_start(run, off, state)
     return run
+
+
+def check_room(model: GPT, config: TrainConfig):
+    """Raise UserError if the disk has too little room for the checkpoints that are to come."""
+    out_dir = Path(config.out_dir)
+    num_bytes = 12 * sum(p.numel() for p in model.parameters())  # weights and moments, float32
+    # While one is written, --keep older ones and the best one are there.
+    num_more = max(1, config.keep + 2 - len(checkpoint.checkpoints(out_dir)))
+    checkpoint.check_disk_space(out_dir, num_more * num_bytes)
+
+
+def flags_to_save(typed: dict, state: dict | None) -> dict:
+    """Return the given flags but those that are for one command alone."""
+    once = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == ONCE]
+    flags = given_flags(typed, state)
+    return {name: value for name, value in flags.items() if name not in once}
 
 
 def open_data(
