@@ -76,11 +76,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     past = k.shape[-2] - T
     future = q.new_full((T, past + T), -math.inf).triu(1 + past)
     # (B * nh, T, hs), and past + T positions for k and v
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    q = q.flatten(0, 1)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
     # Scaling and masking inside the matrix product saves two passes over the (T, T) weights,
     # which matters where nothing is compiled.
-    weights = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs)).softmax(dim=-1)
-    return (F.dropout(weights, dropout) @ v).view(B, nh, T, hs)
+    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs))
+    weights = F.dropout(scores.softmax(dim=-1), dropout)
+    return (weights @ v).view(B, nh, T, hs)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,44 +50,60 @@ def in_words(figures: dict[str, float]) -> str:
 # ---- Multiple-choice questions -------------------------------------------------------------------
 
 
+class Row(NamedTuple):
+    """A context with one of its choices, which is asked for its loss."""
+
+    example: int  # index of the question
+    choice: int  # index of the choice
+    tokens: np.ndarray  # (T,), of context and choice
+    num_answer_tokens: int  # of the choice, at the end
+
+
 def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> list[np.ndarray]:
     """Return for each example the summed loss of each choice's tokens, in nats. Choices of similar
     length share a pass, the longest first."""
     rows = []
     for i, example in enumerate(examples):
         for j, choice in enumerate(example.choices):
-            rows.append((i, j, np.concatenate([example.context, choice]), len(choice)))
-    rows.sort(key=lambda row: len(row[2]))
+            tokens = np.concatenate([example.context, choice]).astype(np.int64)
+            rows.append(Row(i, j, tokens, len(choice)))
+    rows.sort(key=lambda row: len(row.tokens))
     losses = [np.zeros(len(example.choices)) for example in examples]
     tokens_per_pass = 16384 if device.type == "cuda" else 2048
     while rows:
         reset_watchdog()
-        count = max(1, tokens_per_pass // len(rows[-1][2]))
-        batch, rows = rows[-count:], rows[:-count]
-        tokens = [torch.from_numpy(row[2].astype(np.int64)).to(device) for row in batch]
-        sums = answer_losses(model, tokens, [row[3] for row in batch])
-        for (i, j, _, _), loss in zip(batch, sums.tolist(), strict=True):
-            losses[i][j] = loss
+        longest = len(rows[-1].tokens)
+        num_rows = max(1, tokens_per_pass // longest)
+        batch = rows[-num_rows:]
+        rows = rows[:-num_rows]
+        answer_loss = answer_losses(model, batch, device).tolist()
+        for row, loss in zip(batch, answer_loss, strict=True):
+            losses[row.example][row.choice] = loss
     return losses
 
 
 @torch.no_grad()
-def answer_losses(model: GPT, rows: list[Tensor], counts: list[int]) -> Tensor:
-    """Return for each row of tokens, (T,), the summed loss of its last `count` ones: (len(rows),).
-    A row that is too long for the network loses its beginning. A row's first token has no loss. The
-    head computes the logits of the answers' positions alone."""
-    seq_len = model.config.seq_len
-    rows = [tokens[-seq_len - 1 :] for tokens in rows]
-    counts = [min(count, len(tokens) - 1) for tokens, count in zip(rows, counts, strict=True)]
-    inputs = nn.utils.rnn.pad_sequence([tokens[:-1] for tokens in rows], batch_first=True)  # (B, T)
-    with sdpa_kernel(ANY_SHAPE):
-        x = model.features(inputs)  # (B, T, C)
-    answers = []
+def answer_losses(model: GPT, rows: list[Row], device: torch.device) -> Tensor:
+    """Return for each row the summed loss of its answer's tokens: (len(rows),). A row that is too
+    long for the network loses its beginning. A row's first token has no loss. The head computes the
+    logits of the answers' positions alone."""
+    inputs = []
     targets = []
-    for b, (tokens, count) in enumerate(zip(rows, counts, strict=True)):
-        end = len(tokens) - 1
-        answers.append(x[b, end - count : end])
+    counts = []
+    for row in rows:
+        tokens = torch.from_numpy(row.tokens).to(device)
+        tokens = tokens[-model.config.seq_len - 1 :]
+        count = min(row.num_answer_tokens, len(tokens) - 1)
+        inputs.append(tokens[:-1])
         targets.append(tokens[len(tokens) - count :])
+        counts.append(count)
+    padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B, T)
+    with sdpa_kernel(ANY_SHAPE):
+        x = model.features(padded)  # (B, T, C)
+    answers = []
+    for b, count in enumerate(counts):
+        end = len(inputs[b])
+        answers.append(x[b, end - count : end])
     logits = model.head(torch.cat(answers)).float()
     losses = F.cross_entropy(logits, torch.cat(targets), reduction="none")
     return torch.stack([part.sum() for part in losses.split(counts)])
