@@ -450,7 +450,7 @@ def download_questions(config: PrepareConfig):
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         path.unlink()
-        raise UserError(f"{path} is no whole parquet file: {error}") from error
+        raise UserError(f"{path} is not a whole parquet file: {error}") from error
     target = config.folder / "hellaswag_val.jsonl"
     with whole_file(target) as file:
         file.writelines(json.dumps(row).encode() + b"\n" for row in rows)

@@ -12,9 +12,10 @@ import sys
 # With -P or PYTHONSAFEPATH=1 Python does not search the script's folder.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-# How long OpenMP's threads wait actively for each other, read when torch is imported. By default
-# it is so long (300,000 turns) that beside other programs they take the cores from those that they
-# wait for: with four busy programs on two cores a step of nano took 2,100 ms, and so 380.
+# OpenMP's threads spin while they wait for each other, by default for 300,000 turns. On a busy
+# machine they then take the cores from the very threads that they wait for: beside four busy
+# programs on two cores a step of nano took 2,100 ms, and 380 ms with this. Beside none, it costs
+# 2 % of a step. Read once, when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from support.errors import end_with_torchrun
@@ -50,7 +51,7 @@ from support.questions import Example, open_examples
 from support.synonyms import SYNONYMS
 from support.tokenizer import as_json, load_tokenizer, token_lengths
 
-# ---- Flags: each is declared once, here. Start reading at main, at the end ------------------
+# ---- Flags: each is declared once, here. Start reading at main, at the end -----------------------
 
 SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad-vocab", "fused")  # in the lecture's order
 UP_TO = ("none", *SPEED_UPS, "all")
@@ -204,8 +205,7 @@ RECIPES: dict[str, dict] = {
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd")
 for _model, _recipe in RECIPES.items():
     _recipe.update({name: getattr(SHAPES[_model], name) for name in SHAPE_FLAGS})
-# A small rate and batch, since the weights are good already: nanoGPT's
-# values for finetuning.
+# A small rate and batch, since the weights are good already: nanoGPT's values for finetuning.
 FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
 
 
@@ -213,7 +213,7 @@ def read_flags(argv: list[str]) -> dict:
     """Return the flags that a command line gives, by name."""
     typed = parse(TrainConfig, __doc__ or "", RECIPES, SYNONYMS, argv)
     for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
-        if typed.get(name) == "":  # an unset variable of the user's shell script, say
+        if typed.get(name) == "":  # such as an unset variable of a shell script
             raise UserError(f"{spell(name)} is empty: name one, or leave it out")
     return typed
 
@@ -221,8 +221,8 @@ def read_flags(argv: list[str]) -> dict:
 def resolve(
     typed: dict, state: dict | None, source: Pretrained | None, on: torch.device
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the flags of the run, and why some speed-ups are off, by name. source is the weights
-    that the run begins with, and state what else a resumed run has saved."""
+    """Return the flags of the run, and why some speed-ups are off, by name. The run begins with the
+    weights in source. A resumed run has also saved state."""
     # What somebody has asked for, now or when the run was started. It wins over everything else, or
     # is refused.
     explicit = kept_flags(state) | given_flags(typed, state)
@@ -280,7 +280,7 @@ def flags_of_weights(source: Pretrained | None, explicit: dict) -> dict:
         return {}
     flags = asdict(source.shape)
     del flags["vocab_size"], flags["pad_vocab"]
-    # The name of the model stands for its recipe, which knows nothing of other shapes.
+    # A shape that no recipe has takes GPT-2 124M's recipe.
     flags["model"] = "gpt2"
     for name, shape in SHAPES.items():
         if all(getattr(shape, key) == flags[key] for key in ("n_layer", "n_head", "n_embd")):
@@ -399,6 +399,7 @@ class Run:
     scaler: torch.amp.GradScaler  # does nothing without --fp16
     loader: ShardLoader  # of the training data
     step: int = 0  # steps made
+    saved_step: int = -1  # of the newest checkpoint
     losses: logger.LossHistory = field(default_factory=logger.LossHistory)
     val_losses: dict[int, float] = field(default_factory=dict)  # by step
 
@@ -487,7 +488,8 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
     begin = end - config.batch_tokens // config.seq_len
     # The weights are good: nothing was updated. With the loader set back, no step is lost.
     run.loader.position = begin
-    save(run)
+    if run.saved_step != run.step:
+        save(run)
     world.raise_on_all(
         errors.NumericalError(
             f"step {run.step + 1} gave loss {loss} (not finite on rank"
@@ -514,7 +516,7 @@ def train(run: Run) -> int:
 
 def train_and_evaluate(run: Run) -> int:
     config = run.config
-    if run.step == 0:
+    if run.step == 0 and run.saved_step < 0:
         save(run)  # a network that can't be saved and read fails here, not after hours
     # Before the first step: the loss must be near ln(vocab_size), or something is wrong. After a
     # resume: the process before this one may have died in an evaluation, so it is made again.
@@ -723,6 +725,7 @@ def save(run: Run):
     # A rank that has drifted away (a faulty GPU, say) would be invisible in the averaged loss.
     check_ranks_agree(run.model, run.step, run.world)
     run.world.from_main(write_checkpoint, run)
+    run.saved_step = run.step
     run.signals.has_saved = True
     run.signals.has_unsaved_steps = False
 
@@ -759,7 +762,7 @@ def state_of(run: Run) -> dict:
 def restore(run: Run, path: Path, state: dict):
     """Load all but the weights. The learning rate and decay stay the command line's."""
     checkpoint.load_optimizer(path, run.model, run.optimizer)
-    run.step = state["step"]
+    run.step = run.saved_step = state["step"]
     run.loader.position = state["position"]
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
@@ -865,7 +868,7 @@ def evaluate_weights(
     if questions:
         shares = answers(model, questions, data.tokenizer, config, world)
         texts.append(f"{len(questions):,} questions: {evaluate.in_words(shares)}")
-    return texts
+    return texts or ["nothing to evaluate: add --eval-tokens or --hellaswag"]
 
 
 def sample_weights(model: GPT, tokenizer: str, config: TrainConfig, ask: bool):
@@ -873,7 +876,7 @@ def sample_weights(model: GPT, tokenizer: str, config: TrainConfig, ask: bool):
     ask = ask and sys.stdin.isatty()
     while True:
         if ask:
-            errors.stop_watchdog()  # thinking is no hang
+            errors.stop_watchdog()  # waiting for the user is not a hang
             try:
                 config = replace(config, prompt=input("prompt> "))
             except EOFError:
@@ -1038,7 +1041,7 @@ def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
 def fit_micro_batch(
     model: GPT, config: TrainConfig, world: World, state: dict | None
 ) -> tuple[nn.Module, TrainConfig]:
-    """Return net, and config with the micro-batch: the one that is typed, or the largest of B, B/2,
+    """Return net, and config with the micro-batch: the one given, or the largest of B, B/2,
     B/4, ... for which every rank has the memory of a pass, beside that of the optimizer. A resumed
     run begins with the size it had, since another one changes the last bits."""
     if config.micro_batch_size:

@@ -3,7 +3,7 @@
 A checkpoint is a folder, step_000250, and a model for Hugging Face's tools:
     config.json             the shape of the network
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
-    tokenizer*.json, vocab.json, merges.txt      as far as the tokenizer is at hand
+    tokenizer*.json, vocab.json, merges.txt      if the tokenizer is installed here
     optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
     state.json              all else that a resume needs: see state_of in train_gpt2.py
     SHA256SUMS              of all these files, for `sha256sum -c SHA256SUMS`
@@ -28,12 +28,14 @@ from torch import Tensor
 from model import GPT
 from support import pretrained
 from support.errors import DiskError, NoGoodCheckpoint, UserError, print_error
+from support.files import sync
+from support.logger import LOG
 from support.tokenizer import as_json, load_tokenizer
 
 FORMAT = 2  # of state.json
 SUMS = "SHA256SUMS"
 REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
-LOG, LOCK, SUMMARY = "log.jsonl", ".lock", "summary.json"
+LOCK, SUMMARY = ".lock", "summary.json"
 
 
 class DamagedCheckpoint(Exception):
@@ -45,7 +47,7 @@ class DamagedCheckpoint(Exception):
 
 def choose_out_dir(name: str, resume: bool) -> Path:
     """Return the folder that --out-dir names, or without a name the next free out/001, out/002, ...
-    (with resume: the newest). Raise UserError if something else than this run is in it."""
+    (with resume: the newest). Raise UserError if anything but this run is in it."""
     if not name:
         numbers = [int(p.name) for p in Path("out").glob("[0-9]*") if p.name.isdecimal()]
         newest = max((n for n in numbers if n < 10**9), default=0)
@@ -80,12 +82,12 @@ class RunLock:
         was looked at."""
         try:
             self.out_dir.mkdir(parents=True, exist_ok=True)
-            sync_folder(self.out_dir.parent)
+            sync(self.out_dir.parent)
             self.lock.acquire(timeout=0)
         except Timeout:
             cure = "stop it, or name another folder"
             raise UserError(f"--out-dir {self.out_dir} belongs to a live run: {cure}") from None
-        except (OSError, NotImplementedError) as error:  # Lustre without -o flock, say
+        except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
             cure = "name a folder elsewhere"
             raise UserError(f"--out-dir can't be written or locked ({error}): {cure}") from error
         if is_new and (self.out_dir / LOG).exists():
@@ -148,11 +150,11 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
             sums[name] = write_tensors(unfinished / name, content)
         lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
         write_file(unfinished / SUMS, "".join(lines).encode())
-        sync_folder(unfinished)
+        sync(unfinished)
         verify(unfinished)
         remove(path)  # a damaged one of the same step, if any: a resume has gone back before it
         unfinished.rename(path)
-        sync_folder(out_dir)
+        sync(out_dir)
     except (OSError, DamagedCheckpoint) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         free = shutil.disk_usage(out_dir).free / 1e9
@@ -201,15 +203,6 @@ def write_file(path: Path, content: bytes) -> str:
         f.flush()
         os.fsync(f.fileno())
     return hashlib.sha256(content).hexdigest()
-
-
-def sync_folder(folder: Path):
-    """Have the disk store which names are in a folder: a new one would not survive a power failure
-    otherwise."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 def remove(path: Path):
@@ -268,21 +261,20 @@ def verify(path: Path):
             raise ValueError("it is not whole")
     except (OSError, ValueError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path / SUMS} is damaged: {error}") from error
+    files = [path / name for name in sums]
     with ThreadPoolExecutor() as pool:  # the two large files at the same time
-        digests = pool.map(sha256_of, [path / name for name in sums])
-        for (name, expected), digest in zip(sums.items(), digests, strict=True):
-            if digest != expected:
-                reason = digest if " " in digest else f"its SHA-256 differs from {SUMS}"
-                raise DamagedCheckpoint(f"{path / name} is damaged: {reason}")
+        list(pool.map(check_digest, files, sums.values()))  # raises what one of them raised
 
 
-def sha256_of(file: Path) -> str:
-    """Return the SHA-256 of a file, or why it can't be read."""
+def check_digest(file: Path, expected: str):
+    """Raise DamagedCheckpoint unless a file can be read and has this SHA-256."""
     try:
         with open(file, "rb") as f:
-            return hashlib.file_digest(f, "sha256").hexdigest()
+            digest = hashlib.file_digest(f, "sha256").hexdigest()
     except OSError as error:  # it is missing, or on a bad sector
-        return str(error)
+        raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
+    if digest != expected:
+        raise DamagedCheckpoint(f"{file} is damaged: its SHA-256 differs from {SUMS}")
 
 
 def read_state(path: Path) -> dict:

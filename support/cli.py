@@ -124,7 +124,7 @@ def as_argparse_has_it(arg: str) -> str:
         return arg
     name = name.replace("_", "-")
     if value == "--":
-        raise UserError(f"{arg}: -- ends the flags, and is no value")  # argparse drops it
+        raise UserError(f"{arg}: -- ends the flags, and is not a value")  # argparse drops it
     if equals and value in ("True", "False"):
         return name if value == "True" else f"--no-{name[2:]}"
     return name + equals + value

@@ -28,7 +28,7 @@ def open_folder(path: Path) -> TokenFolder:
     """Return path's shards: its manifest's, or else all. Raise UserError or ShardError."""
     cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
     if not path.is_dir():
-        raise UserError(f"--data-dir {path} is no folder of tokens: {cure}")
+        raise UserError(f"--data-dir {path} is not a folder of tokens: {cure}")
     splits = {"train": [], "val": []}
     digest = hashlib.sha256()
     if (path / MANIFEST).exists():

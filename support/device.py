@@ -44,12 +44,12 @@ class Off(NamedTuple):
     """Why a speed-up is off by default."""
 
     reason: str
-    cure: str = ""  # it can't be had at all: what to do instead of asking for it
+    cure: str = ""  # if it is not available at all: what to do instead
 
 
 def speed_ups_off(device: torch.device, model: str, seq_len: int, typed: dict) -> dict[str, Off]:
     """Return the speed-ups that are off on this device unless they are typed, and why. Raise
-    UserError if one is typed that can't be had."""
+    UserError if one is typed that is not available."""
     off = {}
     is_cuda = device.type == "cuda"
     is_old = is_before_2020(device)

@@ -1,4 +1,4 @@
-"""What weights are worth: the units of a validation loss, and multiple-choice questions."""
+"""Evaluation: the units of a validation loss, and multiple-choice questions."""
 
 import math
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def dropout_off(net: nn.Module):
 
 def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
     """Return a loss in nats per token in the other units that people compare. bytes_per_token is 0
-    where the tokenizer is not at hand."""
+    where the tokenizer is not installed."""
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
     if bytes_per_token:
         figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
@@ -112,10 +112,10 @@ def answer_losses(model: GPT, rows: list[Row], device: torch.device) -> Tensor:
 def right_answers(
     examples: list[Example], losses: list[np.ndarray], tokenizer: Tokenizer | None
 ) -> dict[str, int]:
-    """Return in how many examples the likeliest choice is the right one, counted in three ways:
-    acc by the sum of a choice's log-probabilities; acc_norm by their sum over the number of
-    characters, as in the lm-evaluation-harness, where the tokenizer is at hand; acc_norm_tokens by
-    their mean per token, as in llm.c and build-nanogpt."""
+    """Return in how many examples the likeliest choice is the right one, counted in three ways: acc
+    by the sum of a choice's log-probabilities; acc_norm by their sum over the number of characters,
+    as in the lm-evaluation-harness, if the tokenizer is installed; acc_norm_tokens by their mean
+    per token, as in llm.c and build-nanogpt."""
     right = {"acc": 0, "acc_norm_tokens": 0}
     if tokenizer:
         right["acc_norm"] = 0

@@ -24,6 +24,8 @@ from support.files import vocab_cure, whole_file
 if TYPE_CHECKING:
     from train_gpt2 import Run
 
+LOG = "log.jsonl"
+
 
 class Logger:
     """Writes log.jsonl, one JSON record a line, and the lines of the terminal: on the main rank
@@ -35,7 +37,7 @@ class Logger:
         self.recent_seconds: deque[float] = deque(maxlen=100)
         if not is_main:
             return
-        self.path = out_dir / "log.jsonl"
+        self.path = out_dir / LOG
         self.file = open(self.path, "ab+")
         # A kill may have torn the last line. It is left as it is; ours begin on a new one.
         if self.file.tell():

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-MOMENTUM = 0.95  # as Jordan has it
+MOMENTUM = 0.95  # Jordan's value
 # Numbers that are made orthogonal at a time: 128 MiB in float32, and six times that in between.
 MAX_NUMBERS = 1 << 25
 

@@ -114,7 +114,7 @@ def read(path: Path) -> Pretrained:
         raise
     except Exception as error:  # what a file holds may make any line fail in any way
         reason = f"{type(error).__name__}: {first_line(error):.300}"
-        raise UserError(f"{path} holds no GPT-2 that can be read: {reason}") from error
+        raise UserError(f"{path} does not hold a GPT-2 that can be read: {reason}") from error
 
 
 def download(name: str) -> Path:
@@ -195,7 +195,7 @@ def checked(weights: dict, shape: GPTConfig, path: Path) -> dict:
     unknown = sorted(weights.keys() - expected.keys())[:1]
     if missing or unknown:
         raise UserError(
-            f"{path} is no GPT-2 of its shape, or another version of the code wrote it:"
+            f"{path} is not a GPT-2 of its shape, or another version of the code wrote it:"
             f" it lacks {missing or 'nothing'} and has {unknown or 'nothing'} besides"
         )
     result = {}
@@ -205,7 +205,7 @@ def checked(weights: dict, shape: GPTConfig, path: Path) -> dict:
             raise UserError(f"{path}: {name} has the shape {sizes}")
         result[name] = tensor.detach().float()
         if not tensor.is_floating_point() or not result[name].isfinite().all():
-            raise UserError(f"{path}: {name} holds what is no finite number")
+            raise UserError(f"{path}: {name} holds a value that is not finite")
     return result
 
 
@@ -223,7 +223,7 @@ def make_shape(shape: dict, path: Path) -> GPTConfig:
         return GPTConfig(**shape)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{path} is no GPT-2, or another version of the code wrote it: {error}"
+            f"{path} is not a GPT-2, or another version of the code wrote it: {error}"
         ) from error
 
 
@@ -239,7 +239,7 @@ def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_bytes()) if path.is_file() else None
         if not isinstance(content, dict):
-            raise ValueError("it is no file with a JSON object")
+            raise ValueError("it is not a file with a JSON object")
         return content
     except Exception as error:
         raise UserError(f"{path} can't be read: {first_line(error)}") from error

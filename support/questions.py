@@ -42,7 +42,7 @@ def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
             raise ValueError("no questions")
     except Exception as error:  # a record may hold anything
         cure = "python prepare_data.py --download hellaswag fetches a good file"
-        raise UserError(f"--hellaswag {where} is no question ({error!r}); {cure}") from None
+        raise UserError(f"--hellaswag {where} is not a question ({error!r}); {cure}") from None
     return examples
 
 

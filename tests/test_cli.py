@@ -152,7 +152,7 @@ MISTAKES = {
     "--lerning-rate 3": "--lerning-rate 3; did you mean --learning-rate?",
     "--compile=0": "--compile is a switch: type it, or --no-compile",
     "--out-dir=": "--out-dir is empty: name one, or leave it out",
-    "--steps=--": "-- ends the flags, and is no value",
+    "--steps=--": "-- ends the flags, and is not a value",
     "--steps 12 --warmup-steps 99": "--steps 12: try --warmup-steps 2",
     "--model gpt2 --n-embd 32 --n-head 5": "--n-head 5 must divide --n-embd 32: try --n-head 4",
     "--bf16 --fp16": "--bf16 and --fp16 exclude each other: add --no-bf16 or --no-fp16",

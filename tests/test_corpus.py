@@ -32,7 +32,9 @@ def test_a_folder_without_shards_of_each_split_is_refused(names, tmp_path):
     for name in names:
         (tmp_path / name).write_bytes(npy() if name.endswith("npy") else llmc())
     folder = tmp_path if names else tmp_path / "nowhere"
-    with pytest.raises(UserError, match="^--data-dir .* no .*: python prepare_data.py --input"):
+    with pytest.raises(
+        UserError, match="^--data-dir .* (no|not a) .*: python prepare_data.py --input"
+    ):
         open_folder(folder)
 
 
@@ -165,7 +167,7 @@ def test_with_a_manifest_the_fingerprint_is_of_its_sha256s(prepared):
     assert open_folder(prepared).fingerprint == before == corpus.fingerprint_here(prepared)
     rewrite(prepared, ("train", "shards", 0, "sha256"), "0" * 64)
     assert open_folder(prepared).fingerprint != before
-    assert "is no folder of tokens" in corpus.fingerprint_here(prepared / "nowhere")
+    assert "is not a folder of tokens" in corpus.fingerprint_here(prepared / "nowhere")
 
 
 def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):

@@ -410,7 +410,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "other weights": (at("log_step", 6, change_a_weight, on_rank=1), 2, 4, "10 rank 1 ", [5, 0]),
     "a full disk": (in_save("Path.mkdir", NO_SPACE), 1, 6, "10 can't .*No space", [5, 0]),
     "for tensors": (in_save("checkpoint.write_tensors", NO_SPACE), 1, 6, "No space", [5, 0]),
-    "no fsync": (in_save("checkpoint.sync_folder", IO_ERROR), 1, 6, "I/O err", [5, 0]),
+    "no fsync": (in_save("checkpoint.sync", IO_ERROR), 1, 6, "I/O err", [5, 0]),
     "a full log": (at("log_step", 7, full_log), 1, 6, "too large: '.*log.jsonl'", [5, 0]),
     "shards that are cut": (at("log_step", 3, break_shards, "cut"), 1, 6, "train_0000", [0]),
     "shards written over": (at("log_step", 3, break_shards, "other"), 1, 6, "train_0000", [0]),

@@ -658,7 +658,7 @@ def test_hellaswag_becomes_json_lines(hub, tmp_path):
     name = "validation-00000-of-00001.parquet"
     hub.files[name] = good[:-20]
     code, _, error = download(tmp_path / "data", hub, what="hellaswag")
-    assert code == 2 and "is no whole parquet file" in error
+    assert code == 2 and "is not a whole parquet file" in error
     hub.files[name] = good
     code, out, _ = download(tmp_path / "data", hub, what="hellaswag")
     target = tmp_path / "data" / "hellaswag_val.jsonl"

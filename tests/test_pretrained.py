@@ -277,7 +277,7 @@ BROKEN = {  # what the line must say: what is done to the folder
     "no such file": lambda f: (f / "model.safetensors").unlink(),
     "could run code": lambda f: by_torch(f, {"wpe.weight": Evil()}),
     "pytorch_model.bin": lambda f: by_torch(f, torch.ones(3)),
-    "holds no GPT-2": lambda f: by_torch(f, {"h.0.mlp.c_proj.weight": [5]}),
+    "does not hold a GPT-2": lambda f: by_torch(f, {"h.0.mlp.c_proj.weight": [5]}),
     "activation_function relu": lambda f: edit_config(f, activation_function="relu"),
     "model_type llama": lambda f: edit_config(f, model_type="llama"),
     "for 1000000000 layers": lambda f: edit_config(f, n_layer=10**9),

@@ -566,7 +566,7 @@ def wrong_things(once, data_dir) -> Path:
 WEIGHTS = "--model gpt2 --seq-len 16 --init-from"
 MISTAKES = {
     "--data-dir nowhere": "--data-dir nowhere .*--input",
-    "--data-dir run/summary.json": "--data-dir run/summary.json is no folder .*--input",
+    "--data-dir run/summary.json": "--data-dir run/summary.json is not a folder .*--input",
     "--data-dir .": "--data-dir . has no shards.*--input",
     "--data-dir none": "none/train_1.bin .*holds 0 tokens, its header says 500",
     "--data-dir llama": "llama/train_1.bin .*starts with 20240801, 7 instead of 20240520, 1",
