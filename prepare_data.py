@@ -19,7 +19,6 @@ import shutil
 import signal
 import sys
 import threading
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
@@ -109,7 +108,6 @@ class Batch:
     parts: list[tuple[bool, bytes]] = field(default_factory=list)  # does a document begin?, text
     size: int = 0  # bytes
     number: int = 0  # of the batch, from 1
-    crc32: int = 0  # of all text up to here
 
 
 def drawn(config: PrepareConfig) -> Iterator[bool]:
@@ -129,24 +127,22 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
     cuts_each = not any(is_val and size for is_val, (size, _) in pairs)
     growing = {"train": Batch("train"), "val": Batch("val")}
     numbers = count(1)
-    crc32 = 0
     for is_val, (size, stream) in zip(drawn(config), reader.documents(), strict=False):
         begins = True
         cut = 0 if is_val else sys.maxsize  # bytes before validation begins
         if cuts_each:
             cut = size * 9 // 10
         for split, text in divided(stream, cut):
-            crc32 = zlib.crc32(text, crc32 ^ begins ^ len(split))  # so that these count, too
             batch = growing[split]
             batch.parts.append((begins, text))
             batch.size += len(text)
             begins = False
             if batch.size >= 2 * PIECE:
-                batch.number, batch.crc32 = next(numbers), crc32
+                batch.number = next(numbers)
                 yield batch
                 growing[split] = Batch(split)
     for batch in growing.values():
-        batch.number, batch.crc32 = next(numbers), crc32
+        batch.number = next(numbers)
         yield batch
 
 
@@ -220,8 +216,8 @@ class Split:
         self.shards = manifest[name]["shards"]
         self.buffer = np.empty(manifest["flags"]["shard_tokens"], TOKEN)  # no memory until filled
         self.num_tokens = 0  # in the buffer
-        # The last batch of which there are tokens: its number, how many tokens, its CRC-32.
-        self.end = self.shards[-1]["end"] if self.shards else [0, 0, 0]
+        # The last batch of which there are tokens: its number, and how many of its tokens.
+        self.end = self.shards[-1]["end"] if self.shards else [0, 0]
 
     def add(self, batch: Batch, tokens: np.ndarray):
         """Append the tokens of a batch, less those that are in shards; write what is full."""
@@ -231,7 +227,7 @@ class Split:
             self.buffer[self.num_tokens : self.num_tokens + len(part)] = part
             self.num_tokens += len(part)
             start += len(part)
-            self.end = [batch.number, start, batch.crc32]
+            self.end = [batch.number, start]
             if self.num_tokens == len(self.buffer):
                 self.write()
 
@@ -268,41 +264,36 @@ def save_manifest(folder: Path, manifest: dict):
         file.write(json.dumps(manifest, indent=1).encode())
 
 
-def open_manifest(folder: Path, config: PrepareConfig) -> dict:
-    """Return the manifest of what is in folder. Raise UserError if that has other flags."""
+def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict:
+    """Return the manifest of what is in folder. Raise UserError if that has other flags, or was
+    made of other files: another name, size or time of change."""
     flags = {name: getattr(config, name) for name in TEXT_FLAGS}
+    digest = hashlib.sha256()
+    for file in files:
+        status = os.stat(file)
+        digest.update(f"{file} {status.st_size} {status.st_mtime_ns} ".encode(errors="replace"))
     manifest = {"tokenizer": {"name": config.tokenizer}, "input": config.input, "flags": flags}
-    manifest |= {"train": {"shards": []}, "val": {"shards": []}}
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
-        for name, value in flags.items():
-            made_with = manifest.get("flags", {}).get(name)
-            if made_with != value:
-                what = f"{folder} was made with {spell(name)} {made_with}, not {value}"
-                raise UserError(f"{what}: {OTHER_FOLDER}")
-        for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
-            open_shard(folder / entry["name"])  # raises
-    return manifest
-
-
-def unwritten(todo: Iterator[Batch], splits: dict[str, Split]) -> Iterator[Batch]:
-    """Yield what is not in shards yet. Raise UserError if they were made of other text."""
-    ends = {name: split.end for name, split in splits.items()}
-    changed = UserError(f"{splits['train'].folder} was made of other text: {OTHER_FOLDER}")
-    for batch in todo:
-        for name, (number, _, crc32) in ends.items():
-            if batch.number == number and (batch.split, batch.crc32) != (name, crc32):
-                raise changed
-        if batch.number >= ends[batch.split][0]:
-            yield batch
-    if batch.number < max(end[0] for end in ends.values()):
-        raise changed
+    manifest |= {"files": digest.hexdigest(), "train": {"shards": []}, "val": {"shards": []}}
+    if not (folder / MANIFEST).exists():
+        return manifest
+    saved = read_manifest(folder)
+    for name, value in flags.items():
+        made_with = saved.get("flags", {}).get(name)
+        if made_with != value:
+            what = f"{folder} was made with {spell(name)} {made_with}, not {value}"
+            raise UserError(f"{what}: {OTHER_FOLDER}")
+    if saved.get("files") != manifest["files"]:
+        raise UserError(f"{folder} was made of other files, or these have changed: {OTHER_FOLDER}")
+    for entry in saved["train"]["shards"] + saved["val"]["shards"]:
+        open_shard(folder / entry["name"])  # raises
+    return saved
 
 
 def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
     """Write the shards and the manifest that are not in folder yet."""
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
-    todo = unwritten(batches(reader, config), splits)
+    # What is in shards is read again, since that tells where documents begin, but not tokenized.
+    todo = (b for b in batches(reader, config) if b.number >= splits[b.split].end[0])
     total = sum(os.path.getsize(file) for file in reader.files)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for batch, tokens in tokenized(todo, config):
@@ -318,7 +309,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
             raise UserError(f"--input has {split.num_tokens} tokens for {name}: {reasons}")
         if split.num_tokens:
             split.write()
-    manifest["end"] = [batch.number, batch.crc32]
+    manifest["is_complete"] = True
     save_manifest(folder, manifest)
 
 
@@ -334,28 +325,24 @@ def prepare(config: PrepareConfig):
     files = [file for file in files if not os.path.abspath(file).startswith(written)]
     if config.text_field != "text" and not any(RECORDS.search(file.lower()) for file in files):
         raise UserError("--text-field is for .jsonl, .json, .csv, .tsv and .parquet: leave it out")
-    reader = Reader(files, config.text_field)
-    is_complete = folder.exists()
-    manifest = open_manifest(folder if is_complete else unfinished, config)
-    if "end" in manifest:
-        (last,) = deque(batches(reader, config), maxlen=1)
-        if manifest["end"] != [last.number, last.crc32]:
-            raise UserError(f"{folder} was made of other text: {OTHER_FOLDER}")
-    elif is_complete:
-        raise UserError(f"--data-dir {folder} exists, and holds something else: name another")
-    else:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        with FileLock(unfinished / ".lock", timeout=0):
-            try:
-                write_shards(unfinished, manifest, reader, config)
-            finally:
-                if not (unfinished / MANIFEST).exists():  # no shard is whole: nothing to go on with
-                    shutil.rmtree(unfinished, ignore_errors=True)
-    if is_complete:
+    if folder.exists():
+        if not open_manifest(folder, config, files).get("is_complete"):
+            raise UserError(f"--data-dir {folder} exists, and holds something else: name another")
         print("already complete:")
-    else:
-        os.rename(unfinished, folder)
-        sync(folder.parent)
+        report(folder, [])
+        return
+    reader = Reader(files, config.text_field)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with FileLock(unfinished / ".lock", timeout=0):
+        try:
+            manifest = open_manifest(unfinished, config, files)
+            if not manifest.get("is_complete"):
+                write_shards(unfinished, manifest, reader, config)
+        finally:
+            if not (unfinished / MANIFEST).exists():  # no shard is whole: nothing to go on with
+                shutil.rmtree(unfinished, ignore_errors=True)
+    os.rename(unfinished, folder)
+    sync(folder.parent)
     report(folder, notes(reader))
 
 

@@ -284,7 +284,10 @@ def test_a_folder_of_other_text_is_refused_and_kept(other, tmp_path, capsys):
     OTHERS[other](texts)
     capsys.readouterr()
     assert prepare(tmp_path / "data", *flags) == 2
-    assert "was made of other text: remove it, or name another --data-dir" in error_of(capsys)
+    assert (
+        "was made of other files, or these have changed: remove it, or name another --data-dir"
+        in error_of(capsys)
+    )
     assert before == content(tmp_path / "data")
 
 
@@ -365,11 +368,12 @@ def test_what_is_whole_is_kept_and_not_tokenized_again(tmp_path, monkeypatch, ca
     assert prepare(tmp_path / "data", "--input", texts, "--shard-tokens", 2048) == 2
     assert "unfinished was made with --shard-tokens 1024, not 2048" in error_of(capsys)
     first = texts / "01.txt"
-    original = first.read_bytes()
+    original, times = first.read_bytes(), first.stat()
     first.write_bytes(original + b"x")
     assert prepare(tmp_path / "data", "--input", texts, *flags) == 2
-    assert "unfinished was made of other text" in error_of(capsys)
+    assert "unfinished was made of other files" in error_of(capsys)
     first.write_bytes(original)
+    os.utime(first, ns=(times.st_atime_ns, times.st_mtime_ns))
     num_tokenized = 0
     tokenize = prepare_data.tokenize
 
