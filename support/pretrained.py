@@ -104,58 +104,55 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
 
 
 def read(path: Path) -> Pretrained:
-    """Return the weights in a folder in Hugging Face's format (such as each of our checkpoints), a
-    .safetensors file in one, or a .pt of nanoGPT or build-nanogpt."""
+    """Return the weights in a folder in Hugging Face's format (such as each of our checkpoints), or
+    in a .pt of nanoGPT or build-nanogpt."""
+    if path.name == "model.safetensors":
+        path = path.parent
     try:
-        if path.is_dir() or path.suffix == ".safetensors":
-            return read_hf(path)
-        return read_nanogpt(path)
+        return read_hf(path) if path.is_dir() else read_nanogpt(path)
     except UserError:
         raise
     except Exception as error:  # what a file holds may make any line fail in any way
         reason = f"{type(error).__name__}: {first_line(error):.300}"
+        if "Weights only" in reason:
+            reason = "it holds more than tensors, which could run code"
         raise UserError(f"{path} does not hold a GPT-2 that can be read: {reason}") from error
 
 
 def download(name: str) -> Path:
     """Return the folder of a model on the Hugging Face hub, downloaded if it is not cached."""
+    problem = f"--init-from {name}: no such file or folder"
     try:
         from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
     except ImportError:
         cure = "to get it from the Hugging Face hub: pip install huggingface_hub"
-        raise UserError(f"--init-from {name}: no such file or folder; {cure}") from None
-    try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
+        raise UserError(f"{problem}; {cure}") from None
     except Exception as error:  # of the library, or of one of those that it uses
         cure = f"`hf download {name} --local-dir {Path(name).name}` where there is a network"
-        raise UserError(
-            f"--init-from {name}: no such file or folder, nor on the hub"
-            f" ({first_line(error):.200}); {cure}"
-        ) from error
+        raise UserError(f"{problem}, nor on the hub ({first_line(error):.200}); {cure}") from error
 
 
-def read_hf(path: Path) -> Pretrained:
-    """Return the weights in a folder in Hugging Face's format, or in one of its .safetensors."""
-    folder = path if path.is_dir() else path.parent
-    config_path = folder / "config.json"
-    settings = read_json(config_path)
-    if path == folder:
-        path = folder / "model.safetensors"
-        if not path.exists() and (folder / "pytorch_model.bin").exists():
-            path = folder / "pytorch_model.bin"  # of models from before safetensors
+def read_hf(folder: Path) -> Pretrained:
+    """Return the weights in a folder in Hugging Face's format."""
+    settings = json.loads(existing(folder / "config.json").read_bytes())
+    path = folder / "model.safetensors"
+    if not path.exists() and (folder / "pytorch_model.bin").exists():
+        path = folder / "pytorch_model.bin"  # of models from before safetensors
     weights = {}
     for name, tensor in renamed(read_tensors(path)).items():
         weights[name] = tensor.transpose(0, -1) if name.endswith(CONV1D) else tensor
     if OWN in settings:
         # A field that it lacks was added to GPTConfig later, and has its default.
-        shape = make_shape(settings[OWN]["shape"], config_path)
+        shape = make_shape(settings[OWN]["shape"], folder)
         tokenizer = str(settings[OWN]["tokenizer"])
         return Pretrained(folder, shape, checked(weights, shape, path), tokenizer)
     for name, values in HF_SETTINGS.items():
         value = settings.get(name, values[0])
         if value not in values:
-            raise UserError(f"{config_path}: {name} {value!s:.40} is not supported")
-    shape = make_shape({ours: settings.get(hf) for ours, hf in HF_SHAPE.items()}, config_path)
+            raise UserError(f"{folder}: {name} {value!s:.40} is not supported")
+    shape = make_shape({ours: settings.get(hf) for ours, hf in HF_SHAPE.items()}, folder)
     return Pretrained(folder, shape, checked(weights, shape, path), tokenizer_of(shape.vocab_size))
 
 
@@ -235,36 +232,24 @@ def tokenizer_of(vocab_size: int) -> str:
     return "gpt2" if VOCAB_SIZES["gpt2"] <= vocab_size <= 50432 else "unknown"
 
 
-def read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_bytes()) if path.is_file() else None
-        if not isinstance(content, dict):
-            raise ValueError("it is not a file with a JSON object")
-        return content
-    except Exception as error:
-        raise UserError(f"{path} can't be read: {first_line(error)}") from error
-
-
 def read_tensors(path: Path) -> dict:
     """Return what a .safetensors file or an archive of torch.save holds, by name."""
+    if existing(path).suffix == ".safetensors":
+        return load_file(path)
     # build-nanogpt's checkpoints hold an object of its own class: its numbers are read, not its
     # code.
     stand_ins = [(SimpleNamespace, "__main__.GPTConfig"), (SimpleNamespace, "model.GPTConfig")]
-    try:
-        if not path.is_file():  # reading a pipe would wait forever
-            raise ValueError("no such file")
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        with torch.serialization.safe_globals(stand_ins):
-            content = torch.load(path, "cpu", weights_only=True)
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not tensors with names")
-        return content
-    except Exception as error:  # damaged bytes make any reader fail in any way
-        reason = first_line(error)
-        if "Weights only" in reason:
-            reason = "it holds more than tensors, which could run code"
-        raise UserError(f"{path} can't be read: {reason:.300}") from error
+    with torch.serialization.safe_globals(stand_ins):
+        content = torch.load(path, "cpu", weights_only=True)
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not tensors with names")
+    return content
+
+
+def existing(path: Path) -> Path:
+    if not path.is_file():  # reading a pipe would wait forever
+        raise UserError(f"{path}: there is no such file")
+    return path
 
 
 def first_line(error: Exception) -> str:
