@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -106,7 +107,6 @@ class TrainConfig:
     eval_every: int = flag(250, "steps between evaluations; 0: at both ends", group="logs")
     log_every: int = flag(1, "steps between lines on the terminal; log.jsonl has all", min=1)
     hellaswag: str = flag("", "questions in JSON lines, as HellaSwag's or ARC's")
-    tensorboard: bool = flag(False, "write the log for TensorBoard too")
     wandb: bool = flag(False, "write the log for Weights & Biases too")
 
     # Samples use their own random numbers, so they never change a run.
@@ -149,10 +149,7 @@ class TrainConfig:
             cure = f"try --warmup-steps {self.steps // 5}"
             raise UserError(f"--warmup-steps must be below --steps {self.steps}: {cure}")
         if self.n_embd % self.n_head:
-            # Named by the flag that people change, with the nearest value that works.
-            divisors = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - self.n_head))
-            cure = f"try --n-head {nearest}"
+            cure = f"try --n-embd {math.ceil(self.n_embd / self.n_head) * self.n_head}"
             raise UserError(f"--n-head {self.n_head} must divide --n-embd {self.n_embd}: {cure}")
         if self.prompt.encode(errors="replace").decode() != self.prompt:
             raise UserError("--prompt is not UTF-8 text: type it anew")
@@ -221,11 +218,11 @@ def read_flags(argv: list[str]) -> dict:
 def resolve(
     typed: dict, state: dict | None, source: Pretrained | None, on: torch.device
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the flags of the run, and why some speed-ups are off, by name. The run begins with the
-    weights in source. A resumed run has also saved state."""
+    """Return the flags of the run, and why some speed-ups are off, by name. typed are those of
+    given_flags. The run begins with the weights in source. A resumed run has also saved state."""
     # What somebody has asked for, now or when the run was started. It wins over everything else, or
     # is refused.
-    explicit = kept_flags(state) | given_flags(typed, state)
+    explicit = kept_flags(state) | typed
     from_weights = flags_of_weights(source, explicit)
     default_model = {"model": "gpt2" if on.type == "cuda" else "nano"}
     model = (default_model | from_weights | explicit)["model"]
@@ -258,9 +255,9 @@ def given_flags(typed: dict, state: dict | None) -> dict:
             ladder[names[num_on - 1]] = True
         if state:
             ladder.pop("pad_vocab", None)  # a resume can't change it
-    known = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] != ONCE]
+    lasting = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] != ONCE]
     # Typed, not resolved: on another device the defaults of that device hold.
-    saved = {name: value for name, value in saved.items() if name in known}
+    saved = {name: value for name, value in saved.items() if name in lasting}
     return saved | ladder | typed
 
 
@@ -385,7 +382,7 @@ class Run:
     typed: dict  # the flags that were typed, now or in the processes before
     world: World
     out_dir: Path
-    lock: checkpoint.RunLock  # keeps other runs out of out_dir
+    lock: FileLock  # keeps other runs out of out_dir
     signals: errors.StopSignals
     log: logger.Logger
     environment: dict  # torch, processor, ranks, ...: what a result depends on besides the flags
@@ -400,7 +397,7 @@ class Run:
     loader: ShardLoader  # of the training data
     step: int = 0  # steps made
     saved_step: int = -1  # of the newest checkpoint
-    losses: logger.LossHistory = field(default_factory=logger.LossHistory)
+    losses: dict[int, float] = field(default_factory=dict)  # by step, for loss.png
     val_losses: dict[int, float] = field(default_factory=dict)  # by step
 
 
@@ -480,22 +477,20 @@ def to_device(batch: tuple, on: torch.device) -> tuple:
 
 def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: float):
     config = run.config
-    world = run.world
     # Every rank comes here, since all have seen the same sums. So they can still talk.
-    losses = world.gather(loss_of_rank)
+    losses = run.world.gather(loss_of_rank)
     ranks = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
-    end = run.loader.position
-    begin = end - config.batch_tokens // config.seq_len
     # The weights are good: nothing was updated. With the loader set back, no step is lost.
-    run.loader.position = begin
+    end = run.loader.position
+    run.loader.position -= config.batch_tokens // config.seq_len
     if run.saved_step != run.step:
         save(run)
-    world.raise_on_all(
+    run.world.raise_on_all(
         errors.NumericalError(
             f"step {run.step + 1} gave loss {loss} (not finite on rank"
-            f" {', '.join(ranks) or 'none'}) and gradient norm {grad_norm}, on sequences {begin:,}"
-            f" to {end - 1:,}: not applied; step {run.step} is saved: try --resume"
-            f" with a --learning-rate below {config.learning_rate}"
+            f" {', '.join(ranks) or 'none'}) and gradient norm {grad_norm}, on sequences"
+            f" {run.loader.position:,} to {end - 1:,}: not applied; step {run.step} is saved: try"
+            f" --resume with a --learning-rate below {config.learning_rate}"
         )
     )
 
@@ -587,7 +582,8 @@ def log_step(run: Run, result: StepResult, seconds: float):
     is_first = len(run.log.recent_seconds) == 1
     if is_first or result.notice or step % config.log_every == 0 or step == config.steps:
         run.log.print(text)
-    run.losses.add(result.loss)
+    if logger.is_drawn(step, config.steps):
+        run.losses[step] = result.loss
 
 
 # ---- Evaluations: they have their own loader and random numbers, and change nothing --------------
@@ -605,7 +601,7 @@ def evaluate_if_due(run: Run):
     if config.num_samples and run.world.is_main:
         write_samples(run)
     if run.questions:
-        shares = answers(run.model, run.questions, run.data.tokenizer, config, run.world)
+        shares = answers(run.model, run.questions, config, run.world)
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.in_words(shares)}")
     if run.world.is_main:
@@ -703,15 +699,14 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
 
 
 def answers(
-    model: GPT, examples: list[Example], tokenizer: str, config: TrainConfig, world: World
+    model: GPT, examples: list[Example], config: TrainConfig, world: World
 ) -> dict[str, float]:
     """Return the shares of right answers, in each way to count them. The ranks share the work."""
     mine = examples[world.rank :: world.size]
     with evaluate.dropout_off(model), autocast(config, world.device):
         losses = evaluate.choice_losses(model, mine, world.device)
-    right = evaluate.right_answers(mine, losses, load_tokenizer(tokenizer))
     shares = {}
-    for name, count in right.items():
+    for name, count in evaluate.right_answers(mine, losses).items():
         shares[f"hellaswag_{name}"] = sum(world.gather(count)) / len(examples)
     return shares
 
@@ -749,7 +744,7 @@ def state_of(run: Run) -> dict:
         "step": run.step,
         "position": run.loader.position,  # the loader's whole state
         "scaler": run.scaler.state_dict(),  # the loss scale of --fp16
-        "losses": vars(run.losses),
+        "losses": run.losses,
         "val_losses": run.val_losses,
         "typed": run.typed,
         "config": asdict(run.config),
@@ -766,8 +761,8 @@ def restore(run: Run, path: Path, state: dict):
     run.loader.position = state["position"]
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
-    run.losses = logger.LossHistory(**state["losses"])
     # JSON's keys are text.
+    run.losses = {int(step): loss for step, loss in state["losses"].items()}
     run.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
     # A checkpoint is written before it is validated. Of the last one, summary.json has the result.
     summary = checkpoint.read_summary(run.out_dir)
@@ -796,21 +791,22 @@ def finish(run: Run):
     summary = {"steps": run.step, "checkpoint": path.name}
     text = f"done: {run.step:,} steps"
     if run.val_losses:
-        last = max(run.val_losses)
         best = min(run.val_losses, key=run.val_losses.get)
-        summary["val_loss"] = run.val_losses[last]
+        summary["val_loss"] = run.val_losses[max(run.val_losses)]
         summary["best_step"] = best
         summary["best_val_loss"] = run.val_losses[best]
-        text += f", validation {run.val_losses[last]:.4f}"
-        text += f", best {run.val_losses[best]:.4f} after step {best:,}"
+        text += f", validation {summary['val_loss']:.4f}"
+        text += f", best {summary['best_val_loss']:.4f} after step {best:,}"
     checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
     with whole_file(run.out_dir / checkpoint.SUMMARY) as f:
         f.write(as_json(summary))
     run.log.record(done=run.step)
-    run.log.print(f"{text}; written: {path}")
     folder = shlex.quote(str(run.out_dir))
-    run.log.print(f"sample: python train_gpt2.py --out-dir {folder} --sample-only")
-    run.log.print(f"curves: python benchmarks/plot.py {folder}")
+    run.log.print(
+        f"{text}; written: {path}\n"
+        f"sample: python train_gpt2.py --out-dir {folder} --sample-only\n"
+        f"curves: python benchmarks/plot.py {folder}"
+    )
 
 
 # ---- --eval-only and --sample-only ---------------------------------------------------------------
@@ -831,7 +827,7 @@ def use_weights(typed: dict, world: World) -> int:
         state = checkpoint.read_state(path)
     # The flags that the run was given (precision, data, prompt) hold here too, unless typed again.
     # Each sample has another length, so compiling would not pay.
-    typed = {"compile": False} | typed
+    typed = {"compile": False} | given_flags(typed, state)
     # Resolved by the main rank, so that it is the one to report a mistake.
     config, _ = world.from_main(resolve, typed, state, source, world.device)
     set_backends(config, world.device)
@@ -845,9 +841,7 @@ def use_weights(typed: dict, world: World) -> int:
             logger.show(f"{source.path}: {'; '.join(texts)}")
     if config.sample_only and world.is_main:
         try:
-            sample_weights(
-                model, source.tokenizer, config, "prompt" not in given_flags(typed, state)
-            )
+            sample_weights(model, source.tokenizer, config, ask="prompt" not in typed)
         except FloatingPointError as error:
             raise UserError(f"{source.path} can't be sampled: {error}") from error
     return errors.DONE
@@ -866,7 +860,7 @@ def evaluate_weights(
         figures = validation(model, model, loader, data.tokenizer, config, world)
         texts.append(f"validation {evaluate.in_words(figures)}")
     if questions:
-        shares = answers(model, questions, data.tokenizer, config, world)
+        shares = answers(model, questions, config, world)
         texts.append(f"{len(questions):,} questions: {evaluate.in_words(shares)}")
     return texts or ["nothing to evaluate: add --eval-tokens or --hellaswag"]
 
@@ -903,10 +897,10 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     # The folder. One with a run in it is locked at once, so that nobody else adds a checkpoint.
     resume = typed.get("resume", False)
     out_dir = world.from_main(checkpoint.choose_out_dir, typed.get("out_dir", ""), resume)
-    lock = checkpoint.RunLock(out_dir)
+    lock = FileLock(out_dir / checkpoint.LOCK)
     is_new = not world.from_main(out_dir.exists)
     if not is_new:
-        world.from_main(lock.acquire, is_new)
+        world.from_main(checkpoint.take_folder, out_dir, lock, is_new)
 
     # What it begins with: its checkpoint, other weights, or nothing. And with that, its flags.
     path = world.from_main(checkpoint.newest, out_dir)
@@ -917,6 +911,7 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         source = world.on_all(read, path)
     elif "init_from" in typed:
         source = world.on_all(read, world.from_main(checkpoint.find_weights, typed["init_from"]))
+    typed = given_flags(typed, state)
     config, off = world.from_main(resolve, typed, state, source, world.device)
     config = replace(config, out_dir=str(out_dir))
     world.from_main(config.num_micro_batches, world.size)  # raises
@@ -938,21 +933,21 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         load_weights(model, source)
     world.from_main(check_room, model, config)
     if is_new:
-        world.from_main(lock.acquire, is_new)
+        world.from_main(checkpoint.take_folder, out_dir, lock, is_new)
     model.to(world.device)
     net, config = fit_micro_batch(model, config, world, state)
 
-    # The run. Its boards come first: they may fail, and then there is no run yet.
-    boards = logger.make_boards(out_dir, config.tensorboard, config.wandb) if world.is_main else []
+    # The run. Weights & Biases comes first: it may fail, and then there is no run yet.
+    wandb_run = logger.start_wandb(out_dir) if config.wandb and world.is_main else None
     place = (config.micro_batch_size, config.seq_len, world.rank, world.size)
     run = Run(
         config=config,
-        typed=flags_to_save(typed, state),
+        typed=typed,
         world=world,
         out_dir=out_dir,
         lock=lock,
         signals=signals,
-        log=logger.Logger(out_dir, world.is_main, boards),
+        log=logger.Logger(out_dir, world.is_main, wandb_run),
         environment=device.environment(world.device, world.size, dtype_of(config)),
         data=data,
         val_loader=ShardLoader(data.val, *place),
@@ -983,13 +978,6 @@ def check_room(model: GPT, config: TrainConfig):
     checkpoint.check_disk_space(out_dir, num_more * num_bytes)
 
 
-def flags_to_save(typed: dict, state: dict | None) -> dict:
-    """Return the given flags but those that are for one command alone."""
-    once = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == ONCE]
-    flags = given_flags(typed, state)
-    return {name: value for name, value in flags.items() if name not in once}
-
-
 def open_data(
     config: TrainConfig, source: Pretrained | None
 ) -> tuple[corpus.TokenFolder, int, list[Example]]:
@@ -999,8 +987,10 @@ def open_data(
     try:
         folder = config.data_dir
         if not folder:
-            # Weights know one tokenizer. Without them the large models prefer GPT-2's tokens.
-            wants_gpt2 = config.model != "nano" and corpus.has_gpt2_tokens()
+            # Weights know one tokenizer. Without them the large models prefer GPT-2's tokens, if
+            # Python's own source is there in them, or can be prepared.
+            has_gpt2 = os.path.exists("data/stdlib-gpt2") or load_tokenizer("gpt2")
+            wants_gpt2 = has_gpt2 and config.model != "nano"
             if source:
                 wants_gpt2 = tokenizer != "bytes"
             folder = corpus.own_source("gpt2" if wants_gpt2 else "bytes")
@@ -1041,51 +1031,48 @@ def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
 def fit_micro_batch(
     model: GPT, config: TrainConfig, world: World, state: dict | None
 ) -> tuple[nn.Module, TrainConfig]:
-    """Return net, and config with the micro-batch: the one given, or the largest of B, B/2,
-    B/4, ... for which every rank has the memory of a pass, beside that of the optimizer. A resumed
-    run begins with the size it had, since another one changes the last bits."""
+    """Return net, and config with the micro-batch: the one given, or the largest that divides what
+    a rank takes in a step, and for which every rank has the memory of a pass, beside that of the
+    optimizer. A resumed run begins with the size it had: another one changes the last bits."""
     if config.micro_batch_size:
         net = speed_up(model, config, world)
         dummy_pass(net, config, world, sync=False)  # compiles
         return net, config
-    # B must divide what a rank takes in a step: so the batch is whole, whatever fits.
     num_sequences = config.num_micro_batches(world.size)
-    B = device.most_sequences(num_sequences, config.seq_len, world.device)
+    # Where to begin: on a GPU with the lecture's 64 sequences, on a CPU with 4,096 tokens.
+    most = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     if state:
-        B = math.gcd(state["config"]["micro_batch_size"], num_sequences)
-    while B:
+        most = state["config"]["micro_batch_size"]
+    for B in range(min(most, num_sequences), 0, -1):
+        if num_sequences % B:
+            continue  # a step would not be whole
         config = replace(config, micro_batch_size=B)
         # A GPU tries the plain model first, in seconds: compiling for each B would take minutes.
-        if world.device.type != "cuda" or pass_fits(model, model, config, world):
-            net = speed_up(model, config, world)
-            if pass_fits(net, model, config, world):
-                return net, config
-            del net
-            torch.compiler.reset()  # frees what was compiled
-        B //= 2
-        while B and num_sequences % B:  # it divides, unless the run was begun with an odd size
-            B -= 1
+        if world.device.type == "cuda" and not pass_fits(model, model, config, world):
+            continue
+        net = speed_up(model, config, world)
+        if pass_fits(net, model, config, world):
+            return net, config
+        del net
+        torch.compiler.reset()  # frees what was compiled
     cure = "lower --seq-len, or add --recompute and --loss-chunk-tokens 1024"
     raise UserError(f"not even one sequence fits the memory: {cure}")
 
 
 def pass_fits(net: nn.Module, model: GPT, config: TrainConfig, world: World) -> bool:
     """Return whether every rank has the memory of a pass in addition to that of the optimizer."""
+    held = []
     fits = True
     try:
-        try_pass(net, model, config, world)
+        held += device.optimizer_memory(model)
+        dummy_pass(net, config, world, sync=False)  # one rank may fail, and none waits for it
     except Exception as error:
         if not device.is_out_of_memory(error):
             raise
         fits = False
+    held.clear()
     device.free_memory()
     return all(world.gather(fits))
-
-
-def try_pass(net: nn.Module, model: GPT, config: TrainConfig, world: World):
-    # A function, so that what it holds is free again when it returns or raises.
-    held = device.optimizer_memory(model)  # noqa: F841
-    dummy_pass(net, config, world, sync=False)  # one rank may fail, and none waits for it
 
 
 def dummy_pass(net: nn.Module, config: TrainConfig, world: World, sync: bool = True):
@@ -1146,22 +1133,17 @@ def main(argv: list[str] | None = None) -> int:
         errors.print_error(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        if is_main:
-            lost = (
-                "; steps since the last checkpoint are not saved"
-                if signals.has_unsaved_steps
-                else ""
-            )
-            errors.print_error(f"stopped by a signal{lost}")
+        if is_main and signals.has_unsaved_steps:
+            errors.print_error("stopped by a signal; steps since the last checkpoint are lost")
+        elif is_main:
+            errors.print_error("stopped by a signal")
         return errors.INTERRUPTED
     except Exception as error:
         if signals.received and signals.has_saved and not is_main:
             return errors.STOPPED  # the main rank has stopped before this one, which lost it
         if device.is_out_of_memory(error):
-            errors.print_error(
-                "error: a step does not fit the memory: lower --micro-batch-size, or add"
-                f" --recompute and --loss-chunk-tokens 1024: {error!s:.200}"
-            )
+            cure = "lower --micro-batch-size, or add --recompute and --loss-chunk-tokens 1024"
+            errors.print_error(f"error: a step does not fit the memory: {cure}: {error!s:.200}")
             return UserError.exit_code
         if isinstance(error, OSError) and error.errno in errors.DISK_ERRNOS:
             errors.print_error(f"error: {error}")

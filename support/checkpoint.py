@@ -70,32 +70,23 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     return out_dir
 
 
-class RunLock:
-    """Keeps other runs out of a folder until this process ends, however it does."""
-
-    def __init__(self, out_dir: Path):
-        self.out_dir = out_dir
-        self.lock = FileLock(out_dir / LOCK)
-
-    def acquire(self, is_new: bool):
-        """Make the folder and lock it. Raise UserError if another run has it, or had it since it
-        was looked at."""
-        try:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
-            sync(self.out_dir.parent)
-            self.lock.acquire(timeout=0)
-        except Timeout:
-            cure = "stop it, or name another folder"
-            raise UserError(f"--out-dir {self.out_dir} belongs to a live run: {cure}") from None
-        except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
-            cure = "name a folder elsewhere"
-            raise UserError(f"--out-dir can't be written or locked ({error}): {cure}") from error
-        if is_new and (self.out_dir / LOG).exists():
-            raise UserError(
-                f"--out-dir {self.out_dir} has a new run meanwhile: name another folder"
-            )
-        for unfinished in self.out_dir.glob("step_[0-9]*.tmp"):  # of a process that died
-            shutil.rmtree(unfinished, ignore_errors=True)
+def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
+    """Make the folder of a run, and keep other runs out of it until this process ends, however it
+    does. Raise UserError if another run has it, or had it since it was looked at."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        sync(out_dir.parent)
+        lock.acquire(timeout=0)
+    except Timeout:
+        cure = "stop it, or name another folder"
+        raise UserError(f"--out-dir {out_dir} belongs to a live run: {cure}") from None
+    except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
+        cure = "name a folder elsewhere"
+        raise UserError(f"--out-dir can't be written or locked ({error}): {cure}") from error
+    if is_new and (out_dir / LOG).exists():
+        raise UserError(f"--out-dir {out_dir} has a new run meanwhile: name another folder")
+    for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # of a process that died
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def check_disk_space(out_dir: Path, num_bytes: int):

@@ -11,7 +11,6 @@ import numpy as np
 
 from dataloader import PREPARE, TOKEN, VOCAB_SIZES, Shard, ShardError, ShardLoader, open_shard
 from support.errors import UserError
-from support.files import missing_vocab
 
 MANIFEST = "manifest.json"  # what prepare_data.py knew of the shards when it wrote them
 
@@ -93,11 +92,6 @@ def fingerprint_here(folder: Path) -> str:
         return open_folder(folder).fingerprint
     except (OSError, ValueError, UserError) as error:
         return str(error)
-
-
-def has_gpt2_tokens() -> bool:
-    """Return whether Python's own source is at hand in GPT-2's tokens, or can be prepared."""
-    return Path("data", "stdlib-gpt2").exists() or not missing_vocab()
 
 
 def own_source(tokenizer: str) -> Path:

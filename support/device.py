@@ -3,7 +3,6 @@ takes, its own speed in matrix products, and its name for the log."""
 
 import ctypes
 import gc
-import math
 import os
 import platform
 import re
@@ -109,20 +108,6 @@ def sum_of_gelu(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.gelu(x).sum()
 
 
-def check_gpu(device: torch.device):
-    """Raise UserError if this GPU can't be used: its driver is too old for the installed torch, or
-    torch has no kernels for it."""
-    try:
-        torch.ones(1, device=device).add_(1).item()
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"torch {torch.__version__} can't use this GPU ({str(error).splitlines()[0]:.200}):"
-            " install the torch for your driver and GPU (pytorch.org), or add --device cpu"
-        ) from error
-
-
 # ---- Settings of torch and the system ------------------------------------------------------------
 
 
@@ -188,14 +173,6 @@ def optimizer_memory(model: nn.Module) -> list[torch.Tensor]:
     gradients, and AdamW's two moments (Muon has one)."""
     params = list(model.parameters())
     return [torch.empty_like(p) for p in params for _ in range(3)]
-
-
-def most_sequences(num_sequences: int, seq_len: int, device: torch.device) -> int:
-    """Return the largest micro-batch to try: a power of two that divides num_sequences, on a GPU
-    up to 64, elsewhere up to 4,096 tokens."""
-    most = 64 if device.type == "cuda" else max(1, 4096 // seq_len)
-    power_of_two = 1 << (most.bit_length() - 1)
-    return math.gcd(num_sequences, power_of_two)
 
 
 # ---- Speed, names --------------------------------------------------------------------------------
@@ -281,16 +258,13 @@ def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dic
 
 
 def commit() -> str:
-    """Return the commit of this program; empty if git does not know it. A program that was copied
-    into another repository has none: that repository's commit says nothing about it."""
-    command = ["git", "-C", str(REPO), "rev-parse", "--show-toplevel", "HEAD"]
-    # In a git hook, GIT_DIR would name another repository.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    """Return the commit of this program; empty without git, or where the program was copied into
+    another repository, whose commit says nothing about it."""
+    # --git-dir, since in a git hook GIT_DIR names another repository.
+    command = ["git", "--git-dir", str(REPO / ".git"), "rev-parse", "HEAD"]
     try:
-        result = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=5, check=True
-        )
-        top_level, head = os.fsdecode(result.stdout).splitlines()
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, timeout=5, text=True
+        ).strip()
     except (OSError, ValueError, subprocess.SubprocessError):
         return ""
-    return head if Path(top_level).resolve() == REPO.resolve() else ""

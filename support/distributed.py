@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from support.device import check_gpu
 from support.errors import TIMEOUT_S, NumericalError, RunError, UserError
 
 
@@ -129,10 +128,8 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
 
 @contextmanager
 def process_group(world: World) -> Iterator[None]:
-    """Connect the ranks. Raise UserError if they can't find each other, or if this one's GPU can't
-    be used."""
+    """Connect the ranks. Raise UserError if they can't find each other."""
     if world.device.type == "cuda":
-        check_gpu(world.device)
         torch.cuda.set_device(world.device)
     if world.size > 1:
         backend = "nccl" if world.device.type == "cuda" else "gloo"

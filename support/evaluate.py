@@ -13,7 +13,6 @@ from torch.nn.attention import sdpa_kernel
 from model import ANY_SHAPE, GPT
 from support.errors import reset_watchdog
 from support.questions import Example
-from support.tokenizer import Tokenizer
 
 
 @contextmanager
@@ -109,27 +108,15 @@ def answer_losses(model: GPT, rows: list[Row], device: torch.device) -> Tensor:
     return torch.stack([part.sum() for part in losses.split(counts)])
 
 
-def right_answers(
-    examples: list[Example], losses: list[np.ndarray], tokenizer: Tokenizer | None
-) -> dict[str, int]:
+def right_answers(examples: list[Example], losses: list[np.ndarray]) -> dict[str, int]:
     """Return in how many examples the likeliest choice is the right one, counted in three ways: acc
     by the sum of a choice's log-probabilities; acc_norm by their sum over the number of characters,
-    as in the lm-evaluation-harness, if the tokenizer is installed; acc_norm_tokens by their mean
-    per token, as in llm.c and build-nanogpt."""
-    right = {"acc": 0, "acc_norm_tokens": 0}
-    if tokenizer:
-        right["acc_norm"] = 0
+    as in the lm-evaluation-harness; acc_norm_tokens by their mean per token, as in llm.c and
+    build-nanogpt."""
+    right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
     for example, sums in zip(examples, losses, strict=True):
         num_tokens = [len(choice) for choice in example.choices]
         right["acc"] += int(sums.argmin() == example.label)
+        right["acc_norm"] += int((sums / example.num_chars).argmin() == example.label)
         right["acc_norm_tokens"] += int((sums / num_tokens).argmin() == example.label)
-        if tokenizer:
-            num_chars = [count_chars(choice, tokenizer) for choice in example.choices]
-            right["acc_norm"] += int((sums / num_chars).argmin() == example.label)
     return right
-
-
-def count_chars(choice: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Return the characters of a choice, less the space before it."""
-    content = b"".join(tokenizer.token_bytes(token) for token in choice.tolist())
-    return max(1, len(content.decode("utf-8", "replace")) - 1)

@@ -1,8 +1,9 @@
-"""What a run shows people: log.jsonl, lines on the terminal, progress bars, TensorBoard, Weights &
-Biases, and loss.png. The trainer never reads any of it back."""
+"""What a run shows people: log.jsonl, lines on the terminal, progress bars, Weights & Biases, and
+loss.png. The trainer never reads any of it back."""
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from support.cli import FREE, ONCE, spell, typed_as
+from support.cli import FREE, ONCE, ROUNDS, spell, typed_as
 from support.device import hints
 from support.errors import UserError, printable
 from support.files import vocab_cure, whole_file
@@ -31,9 +32,9 @@ class Logger:
     """Writes log.jsonl, one JSON record a line, and the lines of the terminal: on the main rank
     alone, which is_main says."""
 
-    def __init__(self, out_dir: Path, is_main: bool, boards: list):
+    def __init__(self, out_dir: Path, is_main: bool, wandb_run=None):
         self.is_main = is_main
-        self.boards = boards
+        self.wandb_run = wandb_run
         self.recent_seconds: deque[float] = deque(maxlen=100)
         if not is_main:
             return
@@ -50,7 +51,7 @@ class Logger:
             show(text)
 
     def record(self, **fields):
-        """Append a record to log.jsonl, and its numbers to the boards."""
+        """Append a record to log.jsonl, and its numbers to Weights & Biases."""
         if not self.is_main:
             return
         try:
@@ -60,14 +61,12 @@ class Logger:
             error.filename = str(self.path)  # Python names a file only where it is opened
             raise
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
-        if "step" not in fields or not numbers:
-            return
-        for board in [*self.boards]:
+        if self.wandb_run and "step" in fields and numbers:
             try:
-                board.add(fields["step"], numbers)
-            except Exception as error:  # its own threads, files and network: not worth the run
-                self.boards.remove(board)
-                show(f"no more for {type(board).__name__}: {type(error).__name__}: {error!s:.200}")
+                self.wandb_run.log(numbers | {"step": fields["step"]})
+            except Exception as error:  # its threads, files and network are not worth the run
+                self.wandb_run = None
+                show(f"no more for Weights & Biases: {type(error).__name__}: {error!s:.200}")
 
     def time_left(self, seconds: float, steps_left: int) -> timedelta:
         """Return the time of the steps that are left, given the seconds of the last one."""
@@ -108,7 +107,6 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
         typed=sorted(run.typed),
         off=off,
         tokenizer=run.data.tokenizer,
-        matmul_tflops=env["matmul_tflops"],
         epochs=epochs,
         unused_tokens=unused_tokens,
         data=folder,
@@ -136,8 +134,8 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
         f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
         f"chosen: {' '.join(chosen)}",
+        *[f"off: {spell(name)} {reason}" for name, reason in off.items()],
     ]
-    lines += [f"off: {spell(name)} {reason}" for name, reason in off.items()]
     if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
         lines.append(f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}")
     lines += hints(run.world.device, run.data.tokenizer)
@@ -149,107 +147,52 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
 def changes_since(state: dict, run: "Run") -> list[str]:
     """Return lines on the flags that a resumed run goes on with, on what has changed since it was
     saved, and on what keeps it from being the uninterrupted run bit for bit."""
-    config = run.config
-    free, rounds = [], []
-    for f in fields(config):
-        saved, current = state["config"].get(f.name, f.default), getattr(config, f.name)
-        if saved != current and f.metadata["on_resume"] != ONCE:
-            changes = free if f.metadata["on_resume"] == FREE else rounds
-            changes.append(f"{spell(f.name)} {current} instead of {saved}")
+    typed = [typed_as(name, value) for name, value in run.typed.items()]
+    lines = [f"flags: {' '.join(typed)}"]
+    rounds = []
+    for f in fields(run.config):
+        saved, current = state["config"].get(f.name, f.default), getattr(run.config, f.name)
+        if saved != current and f.metadata["on_resume"] == FREE:
+            lines.append(f"changed: {spell(f.name)} {current} instead of {saved}")
+        elif saved != current and f.metadata["on_resume"] == ROUNDS:
+            rounds.append(f"{spell(f.name)} {current} instead of {saved}")
     for name in ("torch", "threads", "ranks", "device_name"):
         saved, current = state["environment"][name], run.environment[name]
         if saved != current:
             rounds.append(f"{name} {current} instead of {saved}")
-    own = [typed_as(name, value) for name, value in run.typed.items()]
-    lines = [f"flags: {' '.join(own)}"]
-    if free:
-        lines.append(f"changed: {', '.join(free)}")
     if rounds:
-        lines.append(f"not bit for bit because of {', '.join(rounds)}")
-    if rounds and config.dropout:
-        lines.append(
-            "with --dropout another micro-batch or number of ranks drops other activations"
-        )
+        dropout = ", which drops other activations" if run.config.dropout else ""
+        lines.append(f"not bit for bit because of {', '.join(rounds)}{dropout}")
     return lines
 
 
-# ---- Boards --------------------------------------------------------------------------------------
+# ---- Weights & Biases, loss.png ------------------------------------------------------------------
 
 
-class TensorBoard:
-    """Writes the numbers of each record for TensorBoard."""
-
-    def __init__(self, out_dir: Path):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(out_dir)
-
-    def add(self, step: int, numbers: dict[str, float]):
-        for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-
-class WeightsAndBiases:
-    """Sends the numbers of each record to Weights & Biases; to the same run after a resume."""
-
-    def __init__(self, out_dir: Path):
+def start_wandb(out_dir: Path):
+    """Return the Weights & Biases run of out_dir, the same one after a resume. Raise UserError if
+    the library is missing, or refuses."""
+    try:
         import wandb
 
         project = os.environ.get("WANDB_PROJECT", "train_gpt2")
         run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
-        self.run = wandb.init(
+        return wandb.init(
             project=project, name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow"
         )
-
-    def add(self, step: int, numbers: dict[str, float]):
-        self.run.log(numbers | {"step": step})
-
-
-def make_boards(out_dir: Path, tensorboard: bool, wandb: bool) -> list:
-    """Return what else gets the numbers. Raise UserError if a library is missing, or refuses."""
-    boards = []
-    try:
-        if tensorboard:
-            boards.append(TensorBoard(out_dir))
-        if wandb:
-            boards.append(WeightsAndBiases(out_dir))
-    except Exception as error:  # wandb has many
-        cure = "pip install tensorboard wandb; wandb login, or set WANDB_MODE=offline"
-        raise UserError(f"--tensorboard, --wandb: {error!s:.200}: {cure}") from error
-    return boards
+    except Exception as error:  # it has many
+        cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
+        raise UserError(f"--wandb: {error!s:.200}: {cure}") from error
 
 
-# ---- loss.png ------------------------------------------------------------------------------------
+def is_drawn(step: int, num_steps: int) -> bool:
+    """Return whether a step's loss is among the thousand that loss.png shows of a run, and that
+    each checkpoint holds: drawing them takes as long after a million steps as after a thousand."""
+    return step % math.ceil(num_steps / 1000) == 0
 
 
-class LossHistory:
-    """The training losses of a run in at most MAX_POINTS means, whatever its length: so drawing
-    them takes as long after a million steps as after a thousand. Saved with each checkpoint."""
-
-    MAX_POINTS = 2000
-
-    def __init__(
-        self, steps_per_point: int = 1, means: list | None = None, incomplete: list | None = None
-    ):
-        self.steps_per_point = steps_per_point
-        self.means = means or []
-        self.incomplete = incomplete or []  # losses of the next point
-
-    def add(self, loss: float):
-        self.incomplete.append(loss)
-        if len(self.incomplete) < self.steps_per_point:
-            return
-        self.means.append(sum(self.incomplete) / len(self.incomplete))
-        self.incomplete = []
-        if len(self.means) == self.MAX_POINTS:
-            pairs = zip(self.means[::2], self.means[1::2], strict=True)
-            self.means = [(a + b) / 2 for a, b in pairs]
-            self.steps_per_point *= 2
-
-
-def draw_losses(path: Path, title: str, history: LossHistory, val_losses: dict[int, float]):
-    """Draw the losses of a run into path, if matplotlib is installed."""
+def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: dict[int, float]):
+    """Draw losses by step into path, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -257,13 +200,12 @@ def draw_losses(path: Path, title: str, history: LossHistory, val_losses: dict[i
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     axes.set_title(title, fontsize=13, parse_math=False)
-    means = np.array(history.means)
-    steps = np.arange(1, len(means) + 1) * history.steps_per_point
-    axes.plot(steps, means, ".", markersize=2, color="#c9dbf5")
-    if len(means):
-        width = max(1, len(means) // 50)
-        smooth = np.convolve(means, np.ones(width) / width, "valid")
-        label = f"training: {smooth[-1]:.3f} over the last {width * history.steps_per_point} steps"
+    if losses:
+        steps, values = [*losses], [*losses.values()]
+        axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
+        width = max(1, len(values) // 50)
+        smooth = np.convolve(values, np.ones(width) / width, "valid")
+        label = f"training: {smooth[-1]:.3f}, mean of {width}"
         axes.plot(steps[width // 2 :][: len(smooth)], smooth, color="#4a7fd0", label=label)
     if val_losses:
         last = max(val_losses)
@@ -271,7 +213,7 @@ def draw_losses(path: Path, title: str, history: LossHistory, val_losses: dict[i
         axes.plot([*val_losses], [*val_losses.values()], "o", color="#d1480f", label=label)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(means) or val_losses:
+    if losses or val_losses:
         axes.legend(fontsize=12)
     with whole_file(path) as f:
         figure.savefig(f, format="png", dpi=120)

@@ -18,6 +18,7 @@ class Example:
 
     context: np.ndarray
     choices: list[np.ndarray]
+    num_chars: list[int]  # of each choice, less the space before it
     label: int  # which choice is right
 
 
@@ -59,4 +60,4 @@ def as_example(record: dict, codec: Tokenizer) -> Example:
         raise ValueError("an empty text, or a label that names no choice")
     texts = [context] + [f" {choice}" for choice in choices]
     tokens = [np.array(codec.encode(text), np.uint16) for text in texts]
-    return Example(tokens[0], tokens[1:], label)
+    return Example(tokens[0], tokens[1:], [len(choice) for choice in choices], label)

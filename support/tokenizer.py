@@ -15,8 +15,6 @@ END_OF_TEXT = "<|endoftext|>"  # the last id of both, before each document
 class ByteTokenizer:
     """Each byte of UTF-8 is a token; 256 is <|endoftext|>."""
 
-    name = "bytes"
-
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -30,7 +28,9 @@ class ByteTokenizer:
 
     def files(self, seq_len: int) -> dict[str, bytes]:
         """Return the files that transformers.AutoTokenizer loads, by name."""
-        config = tokenizer_config("PreTrainedTokenizerFast", seq_len) | {
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": seq_len,
             "bos_token": END_OF_TEXT,
             "eos_token": END_OF_TEXT,
             "split_special_tokens": True,  # <|endoftext|> inside a text is ordinary text
@@ -44,8 +44,6 @@ class ByteTokenizer:
 
 class Gpt2Tokenizer:
     """GPT-2's byte-pair encoding, by tiktoken; 50256 is <|endoftext|>."""
-
-    name = "gpt2"
 
     def __init__(self):
         import tiktoken  # not at the top: it takes 0.1 s
@@ -74,10 +72,11 @@ class Gpt2Tokenizer:
         """Return the files that transformers.AutoTokenizer loads, by name: the two that tiktoken
         has downloaded are the two that Hugging Face's tokenizer is made of."""
         merges, vocab = vocab_files()
+        config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
         return {
             "merges.txt": merges.read_bytes(),
             "vocab.json": vocab.read_bytes(),
-            "tokenizer_config.json": as_json(tokenizer_config("GPT2Tokenizer", seq_len)),
+            "tokenizer_config.json": as_json(config),
         }
 
 
@@ -86,10 +85,8 @@ Tokenizer = ByteTokenizer | Gpt2Tokenizer
 
 @lru_cache
 def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
-    """Return the tokenizer with this name; None if it is unknown, or its vocabulary not at hand.
-
-    Without may_download, tiktoken is not asked for a vocabulary that it would wait for.
-    """
+    """Return the tokenizer with this name; None if it is unknown, or its vocabulary not here:
+    without may_download, tiktoken is not asked for one that it would have to download."""
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2" and (may_download or not missing_vocab()):
@@ -112,10 +109,6 @@ def token_lengths(name: str) -> np.ndarray | None:
 
 def as_json(value: dict) -> bytes:
     return f"{json.dumps(value, indent=2)}\n".encode()
-
-
-def tokenizer_config(kind: str, seq_len: int) -> dict:
-    return {"tokenizer_class": kind, "model_max_length": seq_len}
 
 
 def byte_level_bpe() -> dict:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def resolved(line: str, state: dict | None = None, on: torch.device = CPU) -> TrainConfig:
-    return resolve(read_flags(line.split()), state, None, on)[0]
+    return resolve(given_flags(read_flags(line.split()), state), state, None, on)[0]
 
 
 def saved(line: str) -> dict:
@@ -154,7 +154,7 @@ MISTAKES = {
     "--out-dir=": "--out-dir is empty: name one, or leave it out",
     "--steps=--": "-- ends the flags, and is not a value",
     "--steps 12 --warmup-steps 99": "--steps 12: try --warmup-steps 2",
-    "--model gpt2 --n-embd 32 --n-head 5": "--n-head 5 must divide --n-embd 32: try --n-head 4",
+    "--model gpt2 --n-embd 32 --n-head 5": "--n-head 5 must divide --n-embd 32: try --n-embd 35",
     "--bf16 --fp16": "--bf16 and --fp16 exclude each other: add --no-bf16 or --no-fp16",
     "--bf16-residual --no-bf16": "--bf16-residual needs --bf16: add it, or --no-bf16-residual",
     "--tf32": "--tf32 needs an NVIDIA GPU of 2020 or later, this is cpu",

@@ -12,6 +12,7 @@ from conftest import NEEDS_POSIX, prepare, write_shard
 from data_helpers import error_of, stream
 from test_dataloader import RAW, TOKENS, llmc, npy
 
+import train_gpt2
 from dataloader import DamagedShard, ShardError, ShardLoader
 from support import corpus
 from support.corpus import check_data, open_folder
@@ -189,8 +190,9 @@ def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):
 def test_the_own_corpus_outlives_the_vocabulary(tmp_path, monkeypatch):
     """tiktoken keeps it under /tmp, unless told otherwise."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(corpus, "missing_vocab", lambda: [Path("encoder.json")])
-    assert not corpus.has_gpt2_tokens()
-    Path("data/stdlib-gpt2").mkdir(parents=True)
-    assert corpus.has_gpt2_tokens()
-    assert corpus.own_source("gpt2") == Path("data/stdlib-gpt2")
+    monkeypatch.setattr(train_gpt2, "load_tokenizer", lambda name: None)
+    Path("data").mkdir()
+    folder_of(Path("data/stdlib-gpt2"), [[np.arange(64)], [np.arange(65)]])
+    config = train_gpt2.TrainConfig(seq_len=16, warmup_steps=0)
+    data, _, _ = train_gpt2.open_data(config, None)
+    assert data.train[0].path.parent == Path("data/stdlib-gpt2")

@@ -103,8 +103,6 @@ OTHERS = ["CUDA error: no kernel image is available for execution", "The NVIDIA 
     [torch.OutOfMemoryError("2 GiB"), MemoryError(), *map(RuntimeError, NO_MEMORY + OTHERS)],
 )
 def test_a_lack_of_memory_is_known_in_all_its_words(monkeypatch, capsys, error):
-    """Anything else that a new GPU says is a driver or torch that does not fit it."""
-
     def fail(*args, **kwargs):
         raise error
 
@@ -122,9 +120,6 @@ def test_a_lack_of_memory_is_known_in_all_its_words(monkeypatch, capsys, error):
     else:
         with pytest.raises(RuntimeError):
             train_gpt2.pass_fits(model, model, config, world)
-    monkeypatch.setattr(torch, "ones", fail)
-    with pytest.raises(type(error) if is_memory else UserError):
-        device.check_gpu(torch.device("cuda"))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is meant")

@@ -109,7 +109,7 @@ def test_choices_are_those_of_an_independent_scoring(tmp_path):
     examples = open_examples(str(path), 257, "bytes")
     losses = evaluate.choice_losses(model, examples, ALONE.device)
     assert [sums.argmin() for sums in losses] == choices
-    shares = train_gpt2.answers(model, examples, "bytes", CONFIG, ALONE)
+    shares = train_gpt2.answers(model, examples, CONFIG, ALONE)
     assert shares == {name: pytest.approx(np.mean(values)) for name, values in right.items()}
     assert len({*shares.values()}) > 1
 

@@ -129,7 +129,8 @@ def test_any_flag_may_be_given_anything(data_dir, tmp_path, monkeypatch, capsys)
         pairs = [[f"{name}={text}", f"{other}={more}"], [name, text, other, more]]
         line = [*flags(data_dir=data_dir, out_dir="new"), *pairs[not joined]]
         try:
-            train_gpt2.resolve(train_gpt2.read_flags(line), None, None, torch.device("cpu"))
+            typed = train_gpt2.given_flags(train_gpt2.read_flags(line), None)
+            train_gpt2.resolve(typed, None, None, torch.device("cpu"))
             reject()
         except UserError:
             check_main(line, capsys, (2,))

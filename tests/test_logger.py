@@ -1,4 +1,4 @@
-"""Tests ../support/logger.py: what a run shows people, in log.jsonl, on the terminal, on boards."""
+"""Tests ../support/logger.py: what a run shows people, in log.jsonl and on the terminal."""
 
 import io
 import json
@@ -9,14 +9,13 @@ import time
 from dataclasses import fields
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import flags, losses, records, train
 
 from support import device, logger
 from support.errors import UserError
-from support.logger import Logger, LossHistory, make_boards
+from support.logger import Logger, start_wandb
 from train_gpt2 import TrainConfig
 
 # ---- log.jsonl -----------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def test_only_a_terminal_gets_lines_that_overwrite_themselves(is_terminal, is_ma
     assert ("validation" in stderr.getvalue()) == bool(is_terminal and is_main)
 
 
-# ---- Boards --------------------------------------------------------------------------------------
+# ---- Weights & Biases ----------------------------------------------------------------------------
 
 
 def test_weights_and_biases_get_the_figures_of_each_step(tmp_path, monkeypatch):
@@ -119,13 +118,13 @@ def test_weights_and_biases_get_the_figures_of_each_step(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for _ in range(2):
-        log = Logger(tmp_path, True, make_boards(tmp_path, tensorboard=False, wandb=True))
+        log = Logger(tmp_path, True, start_wandb(tmp_path))
         log.record(step=1, loss=2.5, grad_norm=0.5)
         log.record(saved=1, save_s=0.1)
         log.file.close()
     assert logged == [{"loss": 2.5, "grad_norm": 0.5, "step": 1}] * 2
     assert started[0] == started[1] and started[0]["resume"] == "allow"
-    make_boards(tmp_path / "other", tensorboard=False, wandb=True)
+    start_wandb(tmp_path / "other")
     assert started[2]["id"] != started[0]["id"]
 
 
@@ -135,23 +134,4 @@ def test_weights_and_biases_without_an_account_is_one_line(tmp_path, monkeypatch
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(UserError, match="--wandb: No API key .*: .*wandb login, or set WANDB_MODE"):
-        make_boards(tmp_path, tensorboard=False, wandb=True)
-
-
-# ---- loss.png ------------------------------------------------------------------------------------
-
-
-def test_the_losses_of_a_long_run_are_few_means(monkeypatch):
-    monkeypatch.setattr(LossHistory, "MAX_POINTS", 20)
-    losses = np.random.default_rng(0).normal(3, 1, 1000)
-    history = LossHistory()
-    for i, loss in enumerate(losses):
-        if i == 500:  # a resume
-            history = LossHistory(**json.loads(json.dumps(vars(history))))
-        history.add(loss)
-    n = history.steps_per_point
-    assert (
-        10 <= len(history.means) < 20 and len(history.means) * n + len(history.incomplete) == 1000
-    )
-    expected = losses[: len(history.means) * n].reshape(-1, n).mean(axis=1)
-    assert history.means == pytest.approx(expected)
+        start_wandb(tmp_path)

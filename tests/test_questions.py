@@ -10,7 +10,6 @@ from dataloader import VOCAB_SIZES
 from support import evaluate, questions
 from support.errors import UserError
 from support.questions import Example, open_examples
-from support.tokenizer import load_tokenizer
 
 ENDINGS = ["uses wrap.", "rips tiles off\u2026", "<|endoftext|>", " starts"]
 ARC = {"text": ["dry", "wet palms", "oily"], "label": ["A", "B", "C"]}
@@ -84,17 +83,12 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
 
 def test_right_answers_are_counted_by_sum_by_characters_and_by_tokens():
     """The likeliest choice: the first by sum, the second per character, the third per token."""
-    choices = [list(b" a"), list(" \u00e9\u00e9\u00e9\u00e9".encode()), [32, 97, 98, 256, 256, 256]]
-    example = Example(np.zeros(1, "u2"), [np.array(c, "u2") for c in choices], 0)
+    tokens = [np.zeros(n, "u2") for n in (2, 9, 6)]
     sums = np.array([2.0, 5.0, 3.0 * 1.1])
-    assert len("<|endoftext|>") * 3 + 2 == evaluate.count_chars(
-        example.choices[2], load_tokenizer("bytes")
-    )
     for label in range(3):
-        counted = evaluate.right_answers(
-            [Example(example.context, example.choices, label)], [sums], load_tokenizer("bytes")
-        )
-        per_char = sums / [1, 4, 41]
+        example = Example(np.zeros(1, "u2"), tokens, [1, 4, 2], label)
+        counted = evaluate.right_answers([example], [sums])
+        per_char = sums / [1, 4, 2]
         per_token = sums / [2, 9, 6]
         assert counted == {
             "acc": int(sums.argmin() == label),
