@@ -1134,7 +1134,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         if is_main and signals.has_unsaved_steps:
-            errors.print_error("stopped by a signal; steps since the last checkpoint are lost")
+            errors.print_error("stopped by a signal; steps since the last checkpoint are not saved")
         elif is_main:
             errors.print_error("stopped by a signal")
         return errors.INTERRUPTED

@@ -69,13 +69,13 @@ def load_weights(model: GPT, source: Pretrained):
 
 def hf_weights(model: GPT) -> dict[str, Tensor]:
     """Return the weights as Hugging Face's GPT2LMHeadModel names and lays them out, without
-    padding. They share the model's memory."""
+    padding, on the CPU."""
     weights = {}
     for name, p in model.named_parameters():
-        p = p.detach()
+        p = p.detach().cpu()  # a transposed copy might not fit on a GPU
         if name == "transformer.wte.weight":
             p = p[: model.config.vocab_size]
-        weights[name] = p.t() if name.endswith(CONV1D) else p
+        weights[name] = p.t().contiguous() if name.endswith(CONV1D) else p
     return weights
 
 

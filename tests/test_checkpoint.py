@@ -69,21 +69,6 @@ def test_a_saved_network_and_its_optimizer_go_on_to_the_bit(tmp_path, muon):
     assert not copy.lm_head.weight[SHAPE.vocab_size :].any()  # padded rows
 
 
-def test_a_tensor_file_is_what_safetensors_reads(tmp_path):
-    """Scalars, views and columns, and every pattern of bits: not one is rounded."""
-    bits = torch.randint(-(2**31), 2**31, (33, 7), generator=torch.Generator().manual_seed(0))
-    plain = bits.to(torch.int32).view(torch.float32)
-    tensors = {"plain": plain, "turned": plain.t(), "rows": plain[1:3], "column": plain[:, 3]}
-    tensors |= {"scalar": torch.tensor(2.5), "parameter": torch.nn.Parameter(torch.ones(2, 1, 3))}
-    sha256 = checkpoint.write_tensors(tmp_path / "x.safetensors", tensors)
-    assert sha256 == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
-    read = load_file(tmp_path / "x.safetensors")
-    assert read.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert read[name].shape == tensor.shape and read[name].dtype == torch.float32
-        assert torch.equal(read[name].view(torch.int32), tensor.contiguous().view(torch.int32))
-
-
 def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
     """In a weight, in the optimizer, in the shape, or by a forgotten name."""
     model, optimizer = after_steps(3)

@@ -26,6 +26,7 @@ import pytest
 import torch
 from conftest import content, digest, flags, losses, matrix, questions, records, start_ranks, train
 from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import train_gpt2
@@ -392,15 +393,16 @@ def at(function: str, nth: int, act: Callable, *args, on_rank: int = 0) -> Calla
     return partial(before, function, nth, partial(act, *args), on_rank)
 
 
-def fail_next(function: str, error: OSError, *_):
+def fail_next(function: str, error: Exception, *_):
     before(function, 1, partial(raise_error, error), 0, 0)
 
 
-def in_save(function: str, error: OSError) -> Callable:
+def in_save(function: str, error: Exception) -> Callable:
     return at("checkpoint.save", 3, fail_next, function, error)
 
 
 NO_SPACE, IO_ERROR = OSError(errno.ENOSPC, "No space left"), OSError(errno.EIO, "I/O error")
+NO_TENSORS = SafetensorError("I/O error: No space left on device")
 FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (None: no folder)
     "a signal to rank 0 in a step": (at("train_step", 3, send, signal.SIGINT), 2, 3, "", [3, 0]),
     "to rank 1": (at("train_step", 3, send, signal.SIGUSR1, on_rank=1), 2, 3, "", [3, 0]),
@@ -410,7 +412,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "an infinite gradient": (at("train_step", 4, bad_gradient, on_rank=1), 2, 4, "k none", [3, 0]),
     "other weights": (at("log_step", 6, change_a_weight, on_rank=1), 2, 4, "10 rank 1 ", [5, 0]),
     "a full disk": (in_save("Path.mkdir", NO_SPACE), 1, 6, "10 can't .*No space", [5, 0]),
-    "for tensors": (in_save("checkpoint.write_tensors", NO_SPACE), 1, 6, "No space", [5, 0]),
+    "for tensors": (in_save("checkpoint.save_file", NO_TENSORS), 1, 6, "No space", [5, 0]),
     "no fsync": (in_save("checkpoint.sync", IO_ERROR), 1, 6, "I/O err", [5, 0]),
     "a full log": (at("log_step", 7, full_log), 1, 6, "too large: '.*log.jsonl'", [5, 0]),
     "shards that are cut": (at("log_step", 3, break_shards, "cut"), 1, 6, "train_0000", [0]),

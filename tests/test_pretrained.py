@@ -248,7 +248,7 @@ def hf_folder(folder: Path, config: GPTConfig = SMALLEST) -> Path:
     settings = hf_config(config, "unknown")
     del settings["train_gpt2"]
     (folder / "config.json").write_text(json.dumps(settings))
-    weights = {name: tensor.contiguous() for name, tensor in hf_weights(GPT(config)).items()}
+    weights = hf_weights(GPT(config))
     save_file(weights, folder / "model.safetensors")
     return folder
 

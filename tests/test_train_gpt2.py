@@ -400,7 +400,7 @@ def hugging_face_folder(model: GPT, folder: Path) -> Path:
     settings = hf_config(model.config, "unknown")
     del settings[OWN]
     (folder / "config.json").write_text(json.dumps(settings))
-    tensors = {name: tensor.contiguous() for name, tensor in hf_weights(model).items()}
+    tensors = hf_weights(model)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
