@@ -22,11 +22,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 # Where Python is told not to (-P, PYTHONSAFEPATH=1), it does not look beside the script.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,7 +36,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from dataloader import TOKEN, VOCAB_SIZES, ShardError, open_shard, shard_header
-from support.cli import check_limits, flag, parse, spell
+from support.cli import flag, parse, spell
 from support.corpus import MANIFEST, read_manifest
 from support.errors import DISK_ERRNOS, INTERRUPTED, DiskError, UserError, printable
 from support.files import sync, whole_file
@@ -46,22 +46,15 @@ from support.tokenizer import load_tokenizer
 DATASETS = {  # on the hub, and how their shards are called
     "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),  # 1,001 shards
     "fineweb": ("kjj0/fineweb10B-gpt2", "fineweb"),  # 103
-    "hellaswag": ("Rowan/hellaswag", ""),
 }
-SYNONYMS = {
-    "--out": "--data-dir",
-    "--val-tokens": "--val-fraction",
-    "--mirror": "the environment variable HF_ENDPOINT",
-    "--multiple-choice": "not needed: train_gpt2.py --hellaswag reads JSON lines",
-}
+SYNONYMS = {"--out": "--data-dir", "--val-tokens": "--val-fraction"}
 TEXT_FLAGS = ("tokenizer", "text_field", "shard_tokens", "val_fraction", "seed")
-OTHER_FOLDER = "remove it, or name another --data-dir"
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     input: tuple = flag((), "files, folders, 'patterns'; none: Python's source", group="source")
-    download: str = flag("", "what to fetch instead", choices=(*DATASETS,))
+    download: str = flag("", "what to fetch instead", choices=(*DATASETS, "hellaswag"))
     verify: bool = flag(False, "compare shards with the SHA-256 in their manifest instead")
     data_dir: str = flag("", "folder to write; none: data/CORPUS", group="how")
     tokenizer: str = flag("bytes", "GPT-2's tokens, or bytes as tokens", choices=(*VOCAB_SIZES,))
@@ -91,7 +84,6 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     if typed.get("tokenizer") == "gpt2":
         typed.setdefault("workers", min(os.cpu_count() or 1, 61))
     config = PrepareConfig(**typed)
-    check_limits(PrepareConfig, vars(config))
     if not config.data_dir and (config.input or config.verify):
         raise UserError(f"{sources[0]} needs --data-dir, for example --data-dir data/book")
     return config
@@ -100,50 +92,45 @@ def parse_args(argv: list[str]) -> PrepareConfig:
 # ---- Text, split into training and validation ----------------------------------------------------
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     """About 512 KiB of text of one split, which a worker tokenizes."""
 
+    number: int  # from 1
     split: str
-    parts: list[tuple[bool, bytes]] = field(default_factory=list)  # does a document begin?, text
-    size: int = 0  # bytes
-    number: int = 0  # of the batch, from 1
+    parts: list[tuple[bool, bytes]]  # does a document begin?, text
 
 
-def drawn(config: PrepareConfig) -> Iterator[bool]:
-    """Yield for each document whether it is for validation: a function of its number and the seed.
-    The first one is for training."""
+def drawn(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, BinaryIO]]:
+    """Yield for each document whether it is for validation, which is a function of its number and
+    the seed, and its size and text. The first one is for training."""
     rng = random.Random(config.seed)
-    yield False
-    while True:
-        yield rng.random() < config.val_fraction
+    for number, (size, stream) in enumerate(reader.documents()):
+        yield number > 0 and rng.random() < config.val_fraction, size, stream
 
 
 def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
     """Yield all text. If there are too few documents for one to be drawn, as with a book, the last
     tenth of each is for validation."""
-    peek = Reader(reader.files, reader.text_field).documents()
-    pairs = zip(drawn(config), peek, strict=False)
-    cuts_each = not any(is_val and size for is_val, (size, _) in pairs)
-    growing = {"train": Batch("train"), "val": Batch("val")}
+    peek = Reader(reader.files, reader.text_field)
+    cuts_each = not any(is_val and size for is_val, size, _ in drawn(peek, config))
     numbers = count(1)
-    for is_val, (size, stream) in zip(drawn(config), reader.documents(), strict=False):
+    parts = {"train": [], "val": []}  # of the batches that grow
+    sizes = {"train": 0, "val": 0}  # their bytes
+    for is_val, size, stream in drawn(reader, config):
         begins = True
         cut = 0 if is_val else sys.maxsize  # bytes before validation begins
         if cuts_each:
             cut = size * 9 // 10
         for split, text in divided(stream, cut):
-            batch = growing[split]
-            batch.parts.append((begins, text))
-            batch.size += len(text)
+            parts[split].append((begins, text))
+            sizes[split] += len(text)
             begins = False
-            if batch.size >= 2 * PIECE:
-                batch.number = next(numbers)
-                yield batch
-                growing[split] = Batch(split)
-    for batch in growing.values():
-        batch.number = next(numbers)
-        yield batch
+            if sizes[split] >= 2 * PIECE:
+                yield Batch(next(numbers), split, parts[split])
+                parts[split] = []
+                sizes[split] = 0
+    for split in parts:
+        yield Batch(next(numbers), split, parts[split])
 
 
 def divided(stream: BinaryIO, cut: int) -> Iterator[tuple[str, bytes]]:
@@ -159,7 +146,7 @@ def divided(stream: BinaryIO, cut: int) -> Iterator[tuple[str, bytes]]:
         cut -= len(piece)
 
 
-# ---- Tokens --------------------------------------------------------------------------------------
+# ---- Tokens and shards ---------------------------------------------------------------------------
 
 
 def tokenize(name: str, parts: list[tuple[bool, bytes]]) -> np.ndarray:
@@ -203,16 +190,13 @@ def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Ba
             yield batch, future.result()
 
 
-# ---- Shards --------------------------------------------------------------------------------------
-
-
 class Split:
     """The shards of one split, and the tokens that do not fill one yet."""
 
     def __init__(self, folder: Path, name: str, manifest: dict):
         self.folder = folder
         self.name = name
-        self.end_of_text = VOCAB_SIZES[manifest["flags"]["tokenizer"]] - 1
+        self.manifest = manifest
         self.shards = manifest[name]["shards"]
         self.buffer = np.empty(manifest["flags"]["shard_tokens"], TOKEN)  # no memory until filled
         self.num_tokens = 0  # in the buffer
@@ -233,60 +217,62 @@ class Split:
 
     def write(self):
         """Write the buffer as a shard."""
-        path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
+        entry = {"name": f"{self.name}_{len(self.shards):06d}.bin", "end": self.end}
         tokens = self.buffer[: self.num_tokens]
-        with whole_file(path) as file:
-            file.write(shard_header(len(tokens)))
-            file.write(tokens.data)
-        self.shards.append(describe(path, tokens, self.end_of_text) | {"end": self.end})
+        write_shard(self.folder, self.manifest, self.name, entry, tokens)
         self.num_tokens = 0
 
 
-def describe(path: Path, tokens: np.ndarray, end_of_text: int) -> dict:
-    """Return what the manifest says of a shard of these tokens."""
+def write_shard(folder: Path, manifest: dict, split: str, entry: dict, tokens: np.ndarray):
+    """Write a shard called entry["name"], and the manifest with its entry."""
+    path = folder / entry["name"]
+    with whole_file(path) as file:
+        file.write(shard_header(len(tokens)))
+        file.write(tokens.data)
+    end_of_text = VOCAB_SIZES[manifest["tokenizer"]["name"]] - 1
     parts = [tokens[i : i + PIECE] for i in range(0, len(tokens), PIECE)]  # fit into the cache
-    return {
-        "name": path.name,
-        "tokens": len(tokens),
-        "documents": sum(int(np.count_nonzero(part == end_of_text)) for part in parts),
-        "largest_id": int(tokens.max()),
-        "sha256": sha256_of(path),
-    }
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def save_manifest(folder: Path, manifest: dict):
+    entry["tokens"] = len(tokens)
+    entry["documents"] = sum(int(np.count_nonzero(part == end_of_text)) for part in parts)
+    entry["largest_id"] = int(tokens.max())
+    entry["sha256"] = sha256_of(path)
+    shards = manifest[split]["shards"]  # one that is written again stays in its place
+    shards[:] = ({old["name"]: old for old in shards} | {path.name: entry}).values()
     with whole_file(folder / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
 
 
+def sha256_of(path: Path | str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def saved_manifest(folder: Path, tokenizer: str) -> dict:
+    """Return the manifest in folder, or one without shards."""
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder)
+    return {"tokenizer": {"name": tokenizer}, "train": {"shards": []}, "val": {"shards": []}}
+
+
 def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict:
     """Return the manifest of what is in folder. Raise UserError if that has other flags, or was
-    made of other files: another name, size or time of change."""
+    made of other files."""
     flags = {name: getattr(config, name) for name in TEXT_FLAGS}
-    digest = hashlib.sha256()
-    for file in files:
-        status = os.stat(file)
-        digest.update(f"{file} {status.st_size} {status.st_mtime_ns} ".encode(errors="replace"))
-    manifest = {"tokenizer": {"name": config.tokenizer}, "input": config.input, "flags": flags}
-    manifest |= {"files": digest.hexdigest(), "train": {"shards": []}, "val": {"shards": []}}
-    if not (folder / MANIFEST).exists():
-        return manifest
-    saved = read_manifest(folder)
-    for name, value in flags.items():
-        made_with = saved.get("flags", {}).get(name)
-        if made_with != value:
-            what = f"{folder} was made with {spell(name)} {made_with}, not {value}"
-            raise UserError(f"{what}: {OTHER_FOLDER}")
-    if saved.get("files") != manifest["files"]:
-        raise UserError(f"{folder} was made of other files, or these have changed: {OTHER_FOLDER}")
-    for entry in saved["train"]["shards"] + saved["val"]["shards"]:
+    # Their content: times of change differ after a copy or download of the same text.
+    digest = hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
+    manifest = saved_manifest(folder, config.tokenizer)
+    shards = manifest["train"]["shards"] + manifest["val"]["shards"]
+    if not shards:
+        return manifest | {"input": config.input, "flags": flags, "files": digest}
+    old = manifest.get("flags", {})
+    others = [name for name in flags if old.get(name) != flags[name]]
+    reasons = [f"with {spell(name)} {old.get(name)}, not {flags[name]}" for name in others]
+    if manifest.get("files") != digest:
+        reasons.append("of other text")
+    if reasons:
+        raise UserError(f"{folder} was made {reasons[0]}: remove it, or name another --data-dir")
+    for entry in shards:
         open_shard(folder / entry["name"])  # raises
-    return saved
+    return manifest
 
 
 def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
@@ -294,23 +280,18 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
     # What is in shards is read again, since that tells where documents begin, but not tokenized.
     todo = (b for b in batches(reader, config) if b.number >= splits[b.split].end[0])
-    total = sum(os.path.getsize(file) for file in reader.files)
+    total = sum(map(os.path.getsize, reader.files))
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for batch, tokens in tokenized(todo, config):
-            split = splits[batch.split]
-            num_shards = len(split.shards)
-            split.add(batch, tokens)
-            if len(split.shards) > num_shards:
-                save_manifest(folder, manifest)
+            splits[batch.split].add(batch, tokens)
             bar.update(reader.position - bar.n)
     for name, split in splits.items():
         if not split.shards and split.num_tokens < 2:  # an input and its target
             reasons = "; ".join(["add more text", *notes(reader)])
             raise UserError(f"--input has {split.num_tokens} tokens for {name}: {reasons}")
+    for split in splits.values():
         if split.num_tokens:
             split.write()
-    manifest["is_complete"] = True
-    save_manifest(folder, manifest)
 
 
 # ---- Commands ------------------------------------------------------------------------------------
@@ -319,51 +300,44 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
 def prepare(config: PrepareConfig):
     """Write config.folder, under another name until it is complete."""
     folder = config.folder
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished = Path(f"{folder}.unfinished")
+    own = tuple(os.path.join(os.path.abspath(path), "") for path in (folder, unfinished))
     files = files_in(config.input) if config.input else standard_library()
-    written = (os.path.join(folder.absolute(), ""), os.path.join(unfinished.absolute(), ""))
-    files = [file for file in files if not os.path.abspath(file).startswith(written)]
+    files = [file for file in files if not os.path.abspath(file).startswith(own)]
     if config.text_field != "text" and not any(RECORDS.search(file.lower()) for file in files):
         raise UserError("--text-field is for .jsonl, .json, .csv, .tsv and .parquet: leave it out")
-    if folder.exists():
-        if not open_manifest(folder, config, files).get("is_complete"):
-            raise UserError(f"--data-dir {folder} exists, and holds something else: name another")
-        print("already complete:")
-        report(folder, [])
-        return
     reader = Reader(files, config.text_field)
-    unfinished.mkdir(parents=True, exist_ok=True)
-    with FileLock(unfinished / ".lock", timeout=0):
-        try:
-            manifest = open_manifest(unfinished, config, files)
-            if not manifest.get("is_complete"):
+    if folder.exists():
+        if not (folder / MANIFEST).exists():
+            raise UserError(f"--data-dir {folder} exists, and holds something else: name another")
+        manifest = open_manifest(folder, config, files)
+        print("already complete:")
+    else:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with FileLock(unfinished / ".lock", timeout=0):
+            try:
+                manifest = open_manifest(unfinished, config, files)
                 write_shards(unfinished, manifest, reader, config)
-        finally:
-            if not (unfinished / MANIFEST).exists():  # no shard is whole: nothing to go on with
-                shutil.rmtree(unfinished, ignore_errors=True)
-    os.rename(unfinished, folder)
-    sync(folder.parent)
-    report(folder, notes(reader))
+            finally:
+                if not (unfinished / MANIFEST).exists():  # no shard is whole: nothing to go on with
+                    shutil.rmtree(unfinished, ignore_errors=True)
+        os.rename(unfinished, folder)
+        sync(folder.parent)
+    report(folder, manifest, notes(reader))
 
 
 def notes(reader: Reader) -> list[str]:
     return [f"{what}: {n:,}, the first: {where}" for what, (n, where) in reader.notes.items()]
 
 
-def plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def report(folder: Path, lines: list[str]):
+def report(folder: Path, manifest: dict, lines: list[str]):
     """Print what folder holds, and these lines."""
-    manifest = read_manifest(folder)
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
-        documents = plural(sum(entry.get("documents", 1) for entry in shards), "document")
-        if documents.startswith("0 "):
-            documents = "the last tenth of each document, since there are too few to draw one"
-        tokens = plural(sum(entry["tokens"] for entry in shards), "token")
-        print(f"{split}: {documents}: {tokens} in {plural(len(shards), 'shard')}")
+        tokens = sum(entry["tokens"] for entry in shards)
+        documents = sum(entry.get("documents", 1) for entry in shards)
+        documents = documents or "the last tenth of each, since there are too few to draw one"
+        print(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
     for line in [*lines, f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}"]:
         print(printable(line.replace("\n", " ")))
 
@@ -383,8 +357,7 @@ def verify(config: PrepareConfig):
 
 
 def fetch(repository: str, name: str, folder: Path) -> Path:
-    """Download a file of a data set on the hub into folder/.download, or what is missing of it, and
-    return where it is. HF_ENDPOINT names a mirror."""
+    """Download what is missing of a file on the hub, and return its path."""
     from huggingface_hub import hf_hub_download
 
     where = folder / ".download"
@@ -400,32 +373,24 @@ def download(config: PrepareConfig):
     """Fetch those shards of a published data set that config.folder does not have yet."""
     repository, stem = DATASETS[config.download]
     folder = config.folder
-    manifest = {"tokenizer": {"name": "gpt2"}, "train": {"shards": []}, "val": {"shards": []}}
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
+    manifest = saved_manifest(folder, "gpt2")
     for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
         if not entry["name"].startswith(f"{stem}_"):
             raise UserError(f"--data-dir {folder} holds {entry['name']}: name another")
     for number in range(config.shards + 1):
         split = "train" if number else "val"
         name = f"{stem}_{split}_{number:06d}.bin"
-        entries = {entry["name"]: entry for entry in manifest[split]["shards"]}
-        if name in entries and (folder / name).exists():
+        names = [entry["name"] for entry in manifest[split]["shards"]]
+        if name in names and (folder / name).exists():
             continue
         path = fetch(repository, name, folder)
         try:
             shard = replace(open_shard(path), max_id=VOCAB_SIZES["gpt2"] - 1)
-            entries[name] = describe(path, shard.read(0, shard.num_tokens), shard.max_id)
-        except ShardError:
-            path.unlink()  # so that it is fetched again
-            raise
-        with open(path, "r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(path, folder / name)
-        sync(folder)
-        manifest[split]["shards"] = [entries[name] for name in sorted(entries)]
-        save_manifest(folder, manifest)
-    report(folder, [])
+            tokens = shard.read(0, shard.num_tokens)
+        finally:
+            path.unlink()  # if it is damaged, so that it is fetched again
+        write_shard(folder, manifest, split, {"name": name}, tokens)
+    report(folder, manifest, [])
 
 
 def download_questions(config: PrepareConfig):

@@ -32,33 +32,29 @@ def standard_library() -> list[str]:
 
 
 def files_in(inputs: list[str]) -> list[str]:
-    """Return the files that inputs name, each once; those of a folder sorted, without hidden ones
-    and without what links to other folders lead to. Raise UserError for a name of no file."""
+    """Return the files that inputs name, each once; those of a folder or pattern sorted, without
+    hidden ones and without what links to folders lead to. Raise UserError for a name of no file."""
     files = {}
     for name in inputs:
-        below = []
-        for top in [name] if os.path.exists(name) else matches(Path(name)):
-            below.append(top)
-            for folder, names, children in os.walk(top):
-                names[:] = [child for child in names if child[0] != "."]
-                below += [os.path.join(folder, child) for child in children if child[0] != "."]
-        below = [file for file in sorted(below) if os.path.isfile(file)]  # no pipe, no device
-        if not below:
+        path = Path(name)
+        tops = [name]
+        if not os.path.exists(name):
+            with suppress(ValueError, OSError):  # no pattern, or too long a name
+                # Unlike glob's, pathlib's ** does not follow links, which may go in circles.
+                tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        below = [str(top) for top in tops]
+        for top in tops:
+            for folder, _, children in os.walk(top):
+                below += [os.path.join(folder, child) for child in children]
+        found = False
+        for file in sorted(below):
+            is_hidden = any(part[0] == "." and part not in path.parts for part in Path(file).parts)
+            if os.path.isfile(file) and not is_hidden:  # no pipe, no device
+                files.setdefault(os.path.realpath(file), file)
+                found = True
+        if not found:
             raise UserError(f"--input {name}: there is no such file")
-        for file in below:
-            files.setdefault(os.path.realpath(file), file)
     return list(files.values())
-
-
-def matches(pattern: Path) -> list[str]:
-    """Return what a pattern names, without hidden files. Unlike glob's, pathlib's ** does not
-    follow links, which may go in circles."""
-    paths = []
-    with suppress(ValueError, OSError):  # no pattern, or too long a name
-        for path in Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))):
-            if not any(part[0] == "." and part not in pattern.parts for part in path.parts):
-                paths.append(str(path))
-    return paths
 
 
 @dataclass
@@ -105,27 +101,26 @@ class Reader:
         is_text = not (head.startswith(NOT_TEXT) or b"\0" in head or 2 * num_bad > len(head))
         if kind != "parquet" and not is_text:
             self.note("skipped, no text in UTF-8", raw.name)
-        elif not kind:
+        elif kind:
+            for number, record in enumerate(records(stream, kind, self.text_field), 1):
+                text = record.get(self.text_field) if isinstance(record, dict) else record
+                if not text or not isinstance(text, str):
+                    where = f"{raw.name}, record {number}"
+                    if isinstance(record, dict) and self.text_field not in record:
+                        where += f" (fields there: {', '.join(map(str, record))}; see --text-field)"
+                    self.note(f"skipped, no text in the field {self.text_field}", where)
+                if isinstance(text, str):
+                    # Half a surrogate pair becomes U+FFFD, as in tiktoken.
+                    pairs = text.encode("utf-16", "surrogatepass")
+                    content = pairs.decode("utf-16", "replace").encode()
+                    yield len(content), io.BytesIO(content)
+        else:
             if not head:
                 self.note("skipped, empty", raw.name)
             if num_bad > 1:  # one may be a character that the head cuts
                 self.note("kept, with bytes that are not UTF-8", raw.name)
             stream.read(len(BOM) if stream.peek().startswith(BOM) else 0)
             yield os.path.getsize(raw.name), stream
-        else:
-            for number, record in enumerate(records(stream, kind, self.text_field), 1):
-                where = f"{raw.name}, record {number}"
-                text = record.get(self.text_field) if isinstance(record, dict) else record
-                if isinstance(text, str):
-                    # Half a surrogate pair becomes U+FFFD, as in tiktoken.
-                    pairs = text.encode("utf-16", "surrogatepass")
-                    content = pairs.decode("utf-16", "replace").encode()
-                    yield len(content), io.BytesIO(content)
-                elif isinstance(record, dict) and self.text_field not in record:
-                    fields = ", ".join(map(str, record))
-                    where += f" (fields there: {fields}; choose one with --text-field)"
-                if not text or not isinstance(text, str):
-                    self.note(f"skipped, no text in the field {self.text_field}", where)
 
 
 def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
