@@ -45,10 +45,10 @@ from support import checkpoint, corpus, device, errors, evaluate, logger
 from support.cli import KEEP, ONCE, ROUNDS, check_limits, flag, parse, spell, typed_as
 from support.distributed import World, check_ranks_agree, find_world, gradient_sync, process_group
 from support.errors import UserError
+from support.evaluate import Example, open_examples
 from support.files import whole_file
 from support.muon import MuonAdamW
 from support.pretrained import Pretrained, load_weights, read
-from support.questions import Example, open_examples
 from support.synonyms import SYNONYMS
 from support.tokenizer import as_json, load_tokenizer, token_lengths
 
@@ -237,7 +237,7 @@ def resolve(
         # A short run could not warm up for 715 steps. A fifth of it is the lecture's 10 of 50.
         steps = flags.get("steps", TrainConfig.steps)
         flags["warmup_steps"] = min(flags.get("warmup_steps", TrainConfig.warmup_steps), steps // 5)
-    return TrainConfig(**flags), {name: why.reason for name, why in off.items()}
+    return TrainConfig(**flags), off
 
 
 def given_flags(typed: dict, state: dict | None) -> dict:
@@ -511,8 +511,8 @@ def train(run: Run) -> int:
 
 def train_and_evaluate(run: Run) -> int:
     config = run.config
-    if run.step == 0 and run.saved_step < 0:
-        save(run)  # a network that can't be saved and read fails here, not after hours
+    if run.step == 0 and config.init_from:
+        save(run)  # others' weights as a checkpoint: so a run of one step converts them
     # Before the first step: the loss must be near ln(vocab_size), or something is wrong. After a
     # resume: the process before this one may have died in an evaluation, so it is made again.
     evaluate_if_due(run)
@@ -544,30 +544,27 @@ def is_due(step: int, every: int, last_step: int) -> bool:
 
 def log_step(run: Run, result: StepResult, seconds: float):
     """Log the figures of a step. The clock covers the step alone, not saves or evaluations."""
-    config = run.config
-    step = run.step
-    rate = learning_rate(step - 1, config)
+    config, step = run.config, run.step
     tokens_per_s = config.batch_tokens / seconds
     tflops = tokens_per_s * run.model.flops_per_token() / run.world.size / 1e12
-    # Of what this device reaches in matrix products alone: a yardstick for cards, and CPUs, whose
-    # data sheet is not known.
-    matmul_share = tflops / run.environment["matmul_tflops"]
     record = {
         "step": step,
         "loss": result.loss,
         # JSON has no inf, which a step that overflows float16 has.
         "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-        "learning_rate": rate,
+        "learning_rate": learning_rate(step - 1, config),
         "ms": 1000 * seconds,
         "tokens_per_s": tokens_per_s,
         "tflops": tflops,
-        "matmul_share": matmul_share,
+        # Of what this device reaches in matrix products alone: a yardstick for cards, and CPUs,
+        # whose data sheet is not known.
+        "matmul_share": tflops / run.environment["matmul_tflops"],
         "peak_mib": device.peak_memory_mib(run.world.device),
     }
     text = (
-        f"step {step}/{config.steps} | loss {result.loss:.4f} | lr {rate:.2e} |"
+        f"step {step}/{config.steps} | loss {result.loss:.4f} | lr {record['learning_rate']:.2e} |"
         f" norm {result.grad_norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s |"
-        f" {matmul_share:.0%} of matmul"
+        f" {record['matmul_share']:.0%} of matmul"
     )
     peak = device.peak_tflops(run.environment["device_name"])
     if peak:
@@ -617,7 +614,8 @@ def evaluate_if_due(run: Run):
 def validate(run: Run):
     model, net, tokenizer = run.model, run.net, run.data.tokenizer
     figures = validation(model, net, run.val_loader, tokenizer, run.config, run.world)
-    if math.isfinite(figures["val_loss"]):  # nan would be neither best nor worst
+    # Only of what is saved, so that the best is on the disk; and nan is neither best nor worst.
+    if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
         run.val_losses[run.step] = figures["val_loss"]
     run.log.record(step=run.step, **figures)
     run.log.print(f"validation after step {run.step}: {evaluate.in_words(figures)}")
@@ -834,12 +832,10 @@ def use_weights(typed: dict, world: World) -> int:
     model = GPT(source.shape, config.computation()).eval()
     load_weights(model, source)
     model.to(world.device)
-    config = replace(config, num_samples=max(1, config.num_samples))  # the run may have had none
     if config.eval_only:
-        texts = evaluate_weights(model, source, config, world)
-        if world.is_main:
-            logger.show(f"{source.path}: {'; '.join(texts)}")
+        evaluate_weights(model, source, config, world)
     if config.sample_only and world.is_main:
+        config = replace(config, num_samples=max(1, config.num_samples))  # the run may have none
         try:
             sample_weights(model, source.tokenizer, config, ask="prompt" not in typed)
         except FloatingPointError as error:
@@ -847,22 +843,20 @@ def use_weights(typed: dict, world: World) -> int:
     return errors.DONE
 
 
-def evaluate_weights(
-    model: GPT, source: Pretrained, config: TrainConfig, world: World
-) -> list[str]:
-    """Return the results of --eval-only in words."""
+def evaluate_weights(model: GPT, source: Pretrained, config: TrainConfig, world: World):
+    """Print the loss over --eval-tokens, and the shares of right answers to --hellaswag."""
     data, _, questions = world.from_main(open_data, config, source)
     # Enough to keep a device busy.
     B = 32 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     loader = ShardLoader(data.val, B, config.seq_len, world.rank, world.size)
-    texts = []
+    figures = {}
     if config.eval_tokens:
-        figures = validation(model, model, loader, data.tokenizer, config, world)
-        texts.append(f"validation {evaluate.in_words(figures)}")
+        figures |= validation(model, model, loader, data.tokenizer, config, world)
     if questions:
-        shares = answers(model, questions, config, world)
-        texts.append(f"{len(questions):,} questions: {evaluate.in_words(shares)}")
-    return texts or ["nothing to evaluate: add --eval-tokens or --hellaswag"]
+        figures |= answers(model, questions, config, world)
+    if world.is_main:
+        text = evaluate.in_words(figures) or "nothing to do: add --eval-tokens or --hellaswag"
+        logger.show(f"{source.path}: {text}")
 
 
 def sample_weights(model: GPT, tokenizer: str, config: TrainConfig, ask: bool):
@@ -931,6 +925,8 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     model = GPT(config.shape(vocab_size), config.computation(), config.seed)
     if source:
         load_weights(model, source)
+    if not path:
+        world.from_main(checkpoint.check_saveable, model, data.tokenizer, out_dir)
     world.from_main(check_room, model, config)
     if is_new:
         world.from_main(checkpoint.take_folder, out_dir, lock, is_new)
@@ -983,44 +979,39 @@ def open_data(
 ) -> tuple[corpus.TokenFolder, int, list[Example]]:
     """Return the data, the vocabulary size of a network over it, and the questions of --hellaswag.
     Without --data-dir the data is Python's own source, which is prepared here if need be."""
-    tokenizer = source.tokenizer if source else ""
-    try:
-        folder = config.data_dir
-        if not folder:
-            # Weights know one tokenizer. Without them the large models prefer GPT-2's tokens, if
-            # Python's own source is there in them, or can be prepared.
-            has_gpt2 = os.path.exists("data/stdlib-gpt2") or load_tokenizer("gpt2")
-            wants_gpt2 = has_gpt2 and config.model != "nano"
-            if source:
-                wants_gpt2 = tokenizer != "bytes"
-            folder = corpus.own_source("gpt2" if wants_gpt2 else "bytes")
-        data = corpus.open_folder(Path(folder))
-        # A GPT-2 over bytes keeps its 50,257 rows, so that its size and speed are GPT-2's.
-        vocab_size = SHAPES[config.model].vocab_size
-        if config.model == "nano":
-            vocab_size = VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
+    folder = config.data_dir
+    if not folder:
+        # Weights know one tokenizer. Without them the large models prefer GPT-2's tokens, if
+        # Python's own source is there in them, or can be prepared.
+        has_gpt2 = os.path.exists("data/stdlib-gpt2") or load_tokenizer("gpt2")
+        wants_gpt2 = has_gpt2 and config.model != "nano"
         if source:
-            vocab_size = source.shape.vocab_size
-        corpus.check_data(data, config.seq_len, tokenizer, vocab_size)
-        questions = open_examples(config.hellaswag, vocab_size, data.tokenizer)
-        return data, vocab_size, questions
-    except (OSError, ValueError) as error:
+            wants_gpt2 = source.tokenizer != "bytes"
+        folder = corpus.own_source("gpt2" if wants_gpt2 else "bytes")
+    try:
+        data = corpus.open_folder(Path(folder))
+    except ShardError as error:  # now it is the user's mistake, later the disk's
         raise UserError(str(error)) from error
+    # A GPT-2 over bytes keeps its 50,257 rows, so that its size and speed are GPT-2's.
+    vocab_size = SHAPES[config.model].vocab_size
+    if source:
+        vocab_size = source.shape.vocab_size
+    elif config.model == "nano":
+        vocab_size = VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
+    corpus.check_data(data, config.seq_len, source.tokenizer if source else "", vocab_size)
+    return data, vocab_size, open_examples(config.hellaswag, vocab_size, data.tokenizer)
 
 
 def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
     """Raise UserError if flags or data ask for another run than the one that was saved."""
-    cure = "leave it out, or name another --out-dir"
     if config.steps < state["step"]:
         raise UserError(f"--steps {config.steps}: the run has made {state['step']} already")
     for f in fields(TrainConfig):
         saved = state["config"].get(f.name, f.default)
         current = getattr(config, f.name)
         if f.metadata["on_resume"] == KEEP and saved != current:
-            flag_text = typed_as(f.name, current)
-            raise UserError(
-                f"{flag_text}: the run in {config.out_dir} has {saved or 'none'}: {cure}"
-            )
+            text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {saved or 'none'}"
+            raise UserError(f"{text}: leave it out, or name another --out-dir")
     # The fingerprint is of the tokens, not of names: a folder may have moved.
     if data.fingerprint != state["data"]:
         folder = data.train[0].path.parent

@@ -2,9 +2,7 @@
 
 import argparse
 import difflib
-import math
 import re
-from argparse import BooleanOptionalAction
 from dataclasses import field, fields
 
 from support.errors import UserError
@@ -20,7 +18,7 @@ def flag(  # noqa: PLR0913
     on_resume: str = FREE,
     *,
     min: float = 0,  # noqa: A002
-    max: float = math.inf,  # noqa: A002
+    max: float = INT_MAX,  # noqa: A002
     choices: tuple | dict | None = None,
     group: str = "",
 ):
@@ -36,10 +34,8 @@ def spell(name: str) -> str:
 
 def typed_as(name: str, value) -> str:
     """Return how a flag with this value is typed: --no-compile, --steps 50."""
-    if value is True:
-        return spell(name)
-    if value is False:
-        return f"--no-{spell(name)[2:]}"
+    if isinstance(value, bool):
+        return spell(name) if value else f"--no-{spell(name)[2:]}"
     return f"{spell(name)} {value}"
 
 
@@ -49,20 +45,15 @@ def check_limits(kind: type, values: dict):
         name, value = spell(f.name), values.get(f.name)
         if isinstance(value, str) and "\0" in value:
             raise UserError(f"{name} holds a NUL character: leave it out")
-        if not isinstance(value, int | float):
-            continue
         low, high = f.metadata["min"], f.metadata["max"]
-        if not low <= value <= high:  # nan is in no range
-            limit = f" and at most {high}" if high < math.inf else ""
-            raise UserError(f"{name} {value} must be at least {low}{limit}")
-        if value > INT_MAX:
-            raise UserError(f"{name} {value} is too large")
+        if isinstance(value, int | float) and not low <= value <= high:  # nan is in no range
+            raise UserError(f"{name} {value} must be at least {low} and at most {high}")
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Raises UserError with a cure where argparse would print its usage and exit."""
 
-    synonyms: dict[str, str] = {}  # what the flags of other programs are called here
+    synonyms: dict[str, str]  # what the flags of other programs are called here
 
     def error(self, message: str):
         switch = re.match("argument (--.+)/(--no-.+): ignored explicit", message)
@@ -82,9 +73,8 @@ def default_text(name: str, default, recipes: dict[str, dict]) -> str:
     """Return a flag's default, and the other ones that recipes have: "50; nano 1200"."""
     texts = ["none" if default in ("", ()) else str(default)]
     for recipe, values in recipes.items():
-        value = values.get(name, default)
-        if value != default:
-            texts.append(f"{recipe} {value}")
+        if values.get(name, default) != default:
+            texts.append(f"{recipe} {values[name]}")
     return "; ".join(texts)
 
 
@@ -93,13 +83,9 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
     --help begins with the first line of doc and ends with the others. recipes give some flags other
     defaults. nanoGPT's spelling works too: --batch_tokens=4096 --compile=False."""
     description, _, epilog = doc.partition("\n")
-    parser = OneLineParser(
-        usage="%(prog)s [flags]",
-        description=description,
-        epilog=epilog,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(usage="%(prog)s [flags]", description=description, epilog=epilog)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False
     parser.synonyms = synonyms
     group = parser
     for f in fields(kind):
@@ -107,7 +93,7 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
             group = parser.add_argument_group(f.metadata["group"])
         options = {"type": f.type, "choices": f.metadata["choices"]}
         if f.type is bool:
-            options = {"action": BooleanOptionalAction}
+            options = {"action": argparse.BooleanOptionalAction}
         elif f.type is tuple:
             options = {"nargs": "+"}
         text = f"{f.metadata['help']} (default: {default_text(f.name, f.default, recipes)})"
@@ -122,9 +108,8 @@ def as_argparse_has_it(arg: str) -> str:
     name, equals, value = arg.partition("=")
     if not name.startswith("--"):
         return arg
-    name = name.replace("_", "-")
     if value == "--":
         raise UserError(f"{arg}: -- ends the flags, and is not a value")  # argparse drops it
-    if equals and value in ("True", "False"):
-        return name if value == "True" else f"--no-{name[2:]}"
-    return name + equals + value
+    if value in ("True", "False"):
+        return typed_as(name[2:], value == "True")
+    return name.replace("_", "-") + equals + value

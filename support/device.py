@@ -1,5 +1,4 @@
-"""What this machine can do: which speed-ups it has and why not the others, how much memory a step
-takes, its own speed in matrix products, and its name for the log."""
+"""What this machine can do: its speed-ups, its memory, its own speed, and its name for the log."""
 
 import ctypes
 import gc
@@ -12,7 +11,6 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,79 +34,53 @@ CPUINFO = Path("/proc/cpuinfo")
 REPO = Path(__file__).parent.parent
 
 
-# ---- Speed-ups that a device does without --------------------------------------------------------
-
-
-class Off(NamedTuple):
-    """Why a speed-up is off by default."""
-
-    reason: str
-    cure: str = ""  # if it is not available at all: what to do instead
-
-
-def speed_ups_off(device: torch.device, model: str, seq_len: int, typed: dict) -> dict[str, Off]:
+def speed_ups_off(device: torch.device, model: str, seq_len: int, typed: dict) -> dict[str, str]:
     """Return the speed-ups that are off on this device unless they are typed, and why. Raise
     UserError if one is typed that is not available."""
-    off = {}
+    off = {}  # reasons
+    cures = {}  # of those that are not available at all: what to do instead
     is_cuda = device.type == "cuda"
-    is_old = is_before_2020(device)
-    cpu_kinds = bf16_kinds(device)
+    is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4, a V100
+    # A CPU's instructions for bfloat16, as Linux names them: avx512_bf16, amx_bf16, or bf16 of an
+    # Arm. With any, a step of GPT-2 124M is 1.8 times as fast, with AMX one of nano 1.6 times.
+    bf16_kinds = re.findall(r"\w*bf16\b", cpuinfo()) if device.type == "cpu" else []
     if not is_cuda or is_old:
         name = device_name(device) if is_cuda else device.type
-        off["tf32"] = Off(f"needs an NVIDIA GPU of 2020 or later, this is {name}", "add --no-tf32")
+        off["tf32"] = f"needs an NVIDIA GPU of 2020 or later, this is {name}"
+        cures["tf32"] = "add --no-tf32"
     if is_old:
-        off["bf16"] = Off(f"is only emulated by {device_name(device)}", "use --fp16")
-    elif not is_cuda and (not cpu_kinds or (model == "nano" and "amx_bf16" not in cpu_kinds)):
-        off["bf16"] = Off("gains nothing: no instructions for it, or too few for a small model")
+        off["bf16"] = f"is only emulated by {name}"
+        cures["bf16"] = "use --fp16"
+    elif not is_cuda and (not bf16_kinds or (model == "nano" and "amx_bf16" not in bf16_kinds)):
+        off["bf16"] = "gains nothing: no instructions for it, or too few for a small model"
     # ms per layer for 1,024 tokens of 124M, plain and flash: T 256 8, 16; 512 15, 21; 1024 29, 26
     has_bf16 = typed.get("bf16", "bf16" not in off)
-    if has_bf16 and "amx_bf16" in cpu_kinds and seq_len <= 512:
-        off["flash"] = Off("is slower in bfloat16 on a CPU with AMX up to a --seq-len of 512")
+    if has_bf16 and "amx_bf16" in bf16_kinds and seq_len <= 512:
+        off["flash"] = "is slower in bfloat16 on a CPU with AMX up to a --seq-len of 512"
     if not is_cuda or model == "nano":
-        off["compile"] = Off("takes longer than it saves without a GPU, or for nano")
+        off["compile"] = "takes longer than it saves without a GPU, or for nano"
     if typed.get("compile", "compile" not in off):
         failure = why_not_compile(device)
         if failure:
-            off["compile"] = failure
-    for name, (reason, cure) in off.items():
-        if typed.get(name) and cure:
-            raise UserError(f"--{name} {reason}: {cure}")
+            off["compile"], cures["compile"] = failure
+    for name, cure in cures.items():
+        if typed.get(name):
+            raise UserError(f"--{name} {off[name]}: {cure}")
     return {name: why for name, why in off.items() if name not in typed}
 
 
-def bf16_kinds(device: torch.device) -> set[str]:
-    """Return how a CPU multiplies bfloat16 in hardware, as Linux names it: avx512_bf16, amx_bf16,
-    or bf16 of an Arm. With one a step of GPT-2 124M is 1.8 times as fast, with AMX one of nano 1.6
-    times."""
-    if device.type != "cpu" or not CPUINFO.exists():
-        return set()
-    return set(re.findall(r"\w*bf16\b", CPUINFO.read_text(errors="replace")))
-
-
-def is_before_2020(device: torch.device) -> bool:
-    """Return whether this is an NVIDIA GPU without TF32 and bfloat16, such as a T4 or a V100."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-
-
-def why_not_compile(device: torch.device) -> Off | None:
-    """Return why torch.compile fails here, tried on a small function; None if it works."""
+def why_not_compile(device: torch.device) -> tuple[str, str] | None:
+    """Try torch.compile on a small function. Return why it fails here, and a cure, or None."""
     x = torch.randn(8, 8, device=device, requires_grad=True)
     try:
-        torch.compile(sum_of_gelu, dynamic=False)(x).backward()
+        torch.compile(nn.GELU(), dynamic=False)(x).sum().backward()
     except Exception as error:  # Dynamo, Inductor, Triton and C++ compilers have no common class
         missing = "a C++ compiler (g++)"
         if device.type == "cuda":  # Triton compiles its launchers in C
             missing = "gcc and python3-dev" if find_spec("triton") else "triton (triton-windows)"
         reason = f"fails here ({type(error).__name__}: {error!s:.200})"
-        return Off(reason, f"install {missing}, or add --no-compile")
+        return reason, f"install {missing}, or add --no-compile"
     return None
-
-
-def sum_of_gelu(x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.gelu(x).sum()
-
-
-# ---- Settings of torch and the system ------------------------------------------------------------
 
 
 def set_environment():
@@ -134,9 +106,9 @@ def set_determinism(enabled: bool, is_compiled: bool):
 
 
 def set_allocator(keep_freed: bool):
-    """On a CPU, let glibc keep large freed tensors for the next ones, or return each to the system.
-    By default it returns them, and the system then clears every page anew: a sixth of a step of
-    GPT-2 124M. What it keeps has gaps, so where memory is short, it should not."""
+    """On a CPU, let glibc keep large freed tensors for the next ones, or return each to the system,
+    its default. The system then clears every page anew: a sixth of a step of GPT-2 124M. What glibc
+    keeps has gaps, so where memory is short, it should not."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
@@ -148,12 +120,9 @@ def set_allocator(keep_freed: bool):
         mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, bytes: each larger tensor gets one
 
 
-# ---- Memory --------------------------------------------------------------------------------------
-
-
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the device or the computer had too little memory. PyTorch has a class for
-    some of it; its allocators for CPUs and Macs, cuBLAS, CUDA and NCCL only have words."""
+    """Return whether the memory was too small. PyTorch has a class for some of it; its allocators
+    for CPUs and Macs, cuBLAS, CUDA and NCCL only have words."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     words = "(?i)out of memory|ALLOC_FAILED|t allocate memory|not enough memory"
@@ -169,13 +138,8 @@ def free_memory():
 
 
 def optimizer_memory(model: nn.Module) -> list[torch.Tensor]:
-    """Return tensors as large as what a step holds besides its forward and backward pass: the
-    gradients, and AdamW's two moments (Muon has one)."""
-    params = list(model.parameters())
-    return [torch.empty_like(p) for p in params for _ in range(3)]
-
-
-# ---- Speed, names --------------------------------------------------------------------------------
+    """Return tensors as large as the gradients, and AdamW's two moments (Muon has one)."""
+    return [torch.empty_like(p) for p in model.parameters() for _ in range(3)]
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
@@ -186,14 +150,12 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     (a @ a)[0, 0].item()
     start = time.perf_counter()
     num_products = 0
-    seconds = 0.0
-    while seconds < 0.25:
+    while time.perf_counter() < start + 0.25:
         for _ in range(per_wait):
             product = a @ a
         product[0, 0].item()  # waits for the device
         num_products += per_wait
-        seconds = time.perf_counter() - start
-    return num_products * 2 * n**3 / seconds / 1e12
+    return num_products * 2 * n**3 / (time.perf_counter() - start) / 1e12
 
 
 def peak_tflops(name: str) -> float | None:
@@ -216,17 +178,18 @@ def peak_memory_mib(device: torch.device) -> float | None:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def cpuinfo() -> str:
+    """Return what Linux says about the processor; nothing on other systems."""
+    return CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
+
+
 def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or else the processor and which of its instructions PyTorch uses:
+    both may change the last bits of a sum. Linux has numbers instead of a name for an Arm."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return cpu_name(CPUINFO)
-
-
-def cpu_name(cpuinfo: Path) -> str:
-    """Return the processor and which of its instructions PyTorch uses: both may change the last
-    bits of a sum. Linux has numbers instead of a name for an Arm."""
-    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
-    parts = re.findall(r"^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)", text, re.M)
+    names = r"^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)"
+    parts = re.findall(names, cpuinfo(), re.M)
     name = " ".join(dict.fromkeys(parts)) or platform.processor() or platform.machine()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
@@ -261,10 +224,8 @@ def commit() -> str:
     """Return the commit of this program; empty without git, or where the program was copied into
     another repository, whose commit says nothing about it."""
     # --git-dir, since in a git hook GIT_DIR names another repository.
-    command = ["git", "--git-dir", str(REPO / ".git"), "rev-parse", "HEAD"]
+    command = ["git", "--git-dir", str(REPO / ".git"), "rev-parse", "--verify", "HEAD"]
     try:
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, timeout=5, text=True
-        ).strip()
+        return subprocess.run(command, capture_output=True, timeout=5, text=True).stdout.strip()
     except (OSError, ValueError, subprocess.SubprocessError):
         return ""

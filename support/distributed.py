@@ -44,37 +44,28 @@ class World:
     def from_main(self, function: Callable, *args):
         """Return on every rank what function(*args) returns on the main rank. If it raises there,
         every rank ends, and the main one says why."""
-        if self.size == 1:
-            return function(*args)
-        result = [None, 0]  # value, exit code
-        error = None
-        if self.is_main:
-            try:
-                result[0] = function(*args)
-            except Exception as raised:  # raised again below, once the others know
-                error = raised
-                result[1] = getattr(error, "exit_code", 1)
-        dist.broadcast_object_list(result, src=0)
-        if error:
-            raise error
-        if result[1]:
-            sys.exit(result[1])
-        return result[0]
+
+        def on_main():
+            return function(*args) if self.is_main else None
+
+        return self.gather(self.on_all(on_main))[0]
 
     def on_all(self, function: Callable, *args):
-        """Return what function(*args) returns on this rank. If it raises RunError on some ranks,
-        every rank ends, and the first of those says why."""
+        """Return what function(*args) returns on this rank. If it raises on some ranks, every rank
+        ends, and the first of those says why."""
+        if self.size == 1:
+            return function(*args)
         result = error = None
         try:
             result = function(*args)
-        except RunError as raised:  # raised again below, once the others know
+        except Exception as raised:  # raised again below, once the others know
             error = raised
-        codes = self.gather(error.exit_code if error else 0)
-        if any(codes):
-            first = next(rank for rank, code in enumerate(codes) if code)
-            if self.rank == first:
+        codes = self.gather(getattr(error, "exit_code", 1) if error else 0)
+        for rank, code in enumerate(codes):
+            if code and rank == self.rank:
                 raise error
-            sys.exit(codes[first])
+            if code:
+                sys.exit(code)
         return result
 
     def raise_on_all(self, error: RunError):
@@ -97,9 +88,8 @@ class World:
 def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
     """Return this process's place among the ranks, and its device: the best there is, or one of
     this kind. Raise UserError if torchrun's environment or the kind does not fit the machine."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    missing = [name for name in names if name not in env]
-    if 0 < len(missing) < len(names):
+    missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name not in env]
+    if len(missing) in (1, 2):
         raise UserError(f"{', '.join(missing)} not set, but others of torchrun's are: use torchrun")
     try:
         rank, local_rank = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
@@ -118,10 +108,8 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
         local_size = max(local_size, local_rank + 1)
         if local_size > num_gpus:
             visible = f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '(not set)')}"
-            raise UserError(
-                f"--nproc_per_node={local_size} is more than the {num_gpus} GPUs here ({visible}):"
-                f" try --nproc_per_node={num_gpus}"
-            )
+            text = f"--nproc_per_node={local_size} is more than the {num_gpus} GPUs ({visible})"
+            raise UserError(f"{text}: try --nproc_per_node={num_gpus}")
         return World(rank, size, torch.device("cuda", local_rank))
     return World(rank, size, torch.device("mps" if has_mps and kind != "cpu" else "cpu"))
 
@@ -134,21 +122,17 @@ def process_group(world: World) -> Iterator[None]:
     if world.size > 1:
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         # Longer than the watchdog waits, so that it is the one to end a hang: it shows the stacks.
-        timeout = timedelta(seconds=TIMEOUT_S + 60)
+        limit = timedelta(seconds=TIMEOUT_S + 60)
         try:
             # torchrun keeps its store when it restarts the ranks, and in it the addresses of those
             # that died: without a prefix of their own, the new ranks would wait for them.
             store, rank, size = next(dist.rendezvous("env://"))
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout
-            )
+            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
         except (dist.DistError, ValueError) as error:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise UserError(
-                f"the ranks can't connect at {address} ({error!s:.200}): is the port free, and"
-                " MASTER_ADDR the same on all machines?"
-            ) from error
+            text = f"the ranks can't connect at {address} ({error!s:.200})"
+            raise UserError(f"{text}: is the port free, and MASTER_ADDR right?") from error
     try:
         yield
     finally:
@@ -159,9 +143,7 @@ def process_group(world: World) -> Iterator[None]:
 
 def gradient_sync(net: nn.Module, enabled: bool):
     """Return a context in which the passes average the gradients over the ranks, or do not."""
-    if enabled or not isinstance(net, DDP):
-        return nullcontext()
-    return net.no_sync()
+    return net.no_sync() if isinstance(net, DDP) and not enabled else nullcontext()
 
 
 def check_ranks_agree(model: nn.Module, step: int, world: World):

@@ -10,6 +10,7 @@ train_gpt2.py imports this module before torch, so it imports nothing outside th
 import ctypes
 import errno
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -28,39 +29,30 @@ SECOND_SIGNAL_S = 2  # torchrun passes on what the terminal has already sent to 
 
 
 class RunError(Exception):
-    """Ends the program with one line and its exit code. Any other exception is a bug, and shows its
-    traceback."""
+    """Ends the program with one line and its exit code. Any other exception is a bug."""
 
     exit_code = 1
 
 
 class UserError(RunError):
-    """A mistake of the user. The line names the flag and the cure."""
-
-    exit_code = 2
+    exit_code = 2  # the line names the flag and the cure
 
 
 class NumericalError(RunError):
-    """A loss or gradient is not finite, or ranks hold different weights."""
-
     exit_code = 4
 
 
 class DiskError(RunError):
-    """The disk is full, or fails."""
-
     exit_code = 6
 
 
 class NoGoodCheckpoint(RunError):
-    """There are checkpoints to resume from, and none of them is good."""
-
     exit_code = 7
 
 
 def printable(text: str) -> str:
-    """Return text with what a terminal would obey, or can't show, escaped: control characters but
-    newline and tab, lone surrogates, and characters that change the direction."""
+    """Escape what a terminal would obey, or can't show: control characters but newline and tab,
+    lone surrogates, and characters that change the direction."""
     controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(controls, lambda match: ascii(match[0])[1:-1], text)
 
@@ -71,27 +63,20 @@ def print_error(text: str):
         print(f"train_gpt2.py: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
 
 
-# ---- Signals -------------------------------------------------------------------------------------
-
-
 class StopSignals:
-    """Handles SIGINT, SIGTERM and SIGUSR1, so that a stop costs no step that was made. While there
-    are unsaved steps, a signal is only recorded: the loop finishes its step, saves and stops. While
-    there are none, as in the start or in an evaluation, it raises KeyboardInterrupt at once. So
-    does a second signal, from SECOND_SIGNAL_S on. A closed terminal (SIGHUP) stops nothing, except
-    torchrun, which then stops its ranks."""
+    """Handles SIGINT, SIGTERM and SIGUSR1. While there are unsaved steps, one is only recorded: the
+    loop finishes its step, saves and stops. While there are none, as in the start or in an
+    evaluation, it raises KeyboardInterrupt at once. So does a second one, from SECOND_SIGNAL_S on.
+    A closed terminal (SIGHUP) stops nothing, except torchrun, which then stops its ranks."""
 
     def __init__(self, is_main: bool):
         self.is_main = is_main
-        self.received_at: float | None = None
+        self.received = False
+        self.received_at = math.inf  # s, the first one
         self.has_saved = False  # there is a checkpoint to resume from
         self.has_unsaved_steps = False
         self.is_over = False  # the run has ended, and only cleans up
         self.previous = {}
-
-    @property
-    def received(self) -> bool:
-        return self.received_at is not None
 
     def __enter__(self):
         for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
@@ -110,20 +95,15 @@ class StopSignals:
         if self.is_over:
             return
         now = time.monotonic()
-        is_first = self.received_at is None
-        if is_first:
-            # Recorded even if KeyboardInterrupt follows: Python drops one raised in a destructor.
-            self.received_at = now
+        is_first = not self.received
+        self.received = True  # even if KeyboardInterrupt follows: a destructor would drop that
+        self.received_at = min(now, self.received_at)
         if not self.has_unsaved_steps or now - self.received_at > SECOND_SIGNAL_S:
             self.is_over = self.has_saved and not self.has_unsaved_steps  # nothing is left to lose
             raise KeyboardInterrupt
         if is_first and self.is_main:
-            # os.write, since the signal may have interrupted a print
-            with suppress(OSError):
+            with suppress(OSError):  # os.write, since the signal may have interrupted a print
                 os.write(2, b"\nstopping after this step; after 2 s Ctrl-C quits without saving\n")
-
-
-# ---- Hangs and orphans ---------------------------------------------------------------------------
 
 
 def reset_watchdog():
@@ -137,19 +117,16 @@ def stop_watchdog():
 
 
 def end_with_torchrun():
-    """Have Linux kill this rank when its torchrun dies, however it dies. Ranks whose torchrun was
-    killed would otherwise train on, unseen, and keep the run's lock. Called before torch is
-    imported, which takes longer than torchrun may live."""
+    """Have Linux kill this rank when its torchrun dies, however it dies: it would train on, unseen,
+    and keep the run's lock. Call it before importing torch, which may outlast torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    # torchrun may have died before prctl was called. It keeps a store for its ranks.
-    try:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection(address, timeout=60).close()
-    except (KeyError, ValueError, OSError):
-        print_error("torchrun has died: start it again")
-        sys.exit(1)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun may have died before prctl was called. It keeps a store for its ranks.
+        try:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(address, timeout=60).close()
+        except (KeyError, ValueError, OSError):
+            print_error("torchrun has died: start it again")
+            sys.exit(1)

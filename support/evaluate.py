@@ -1,7 +1,9 @@
-"""Evaluation: the units of a validation loss, and multiple-choice questions."""
+"""Evaluation: the units of a validation loss; questions: read, scored and counted."""
 
+import json
 import math
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from dataloader import VOCAB_SIZES
 from model import ANY_SHAPE, GPT
-from support.errors import reset_watchdog
-from support.questions import Example
+from support.errors import UserError, reset_watchdog
+from support.files import vocab_cure
+from support.tokenizer import ByteTokenizer, Gpt2Tokenizer, load_tokenizer
 
 
 @contextmanager
@@ -21,7 +25,7 @@ def dropout_off(net: nn.Module):
     would be compiled anew for each change."""
     was_training = net.training
     if any(isinstance(module, nn.Dropout) and module.p for module in net.modules()):
-        net.train(False)
+        net.eval()
     try:
         yield
     finally:
@@ -29,8 +33,7 @@ def dropout_off(net: nn.Module):
 
 
 def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
-    """Return a loss in nats per token in the other units that people compare. bytes_per_token is 0
-    where the tokenizer is not installed."""
+    """Return a loss in nats per token, and in other units; bytes_per_token is 0 if not known."""
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
     if bytes_per_token:
         figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
@@ -39,14 +42,20 @@ def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
 
 def in_words(figures: dict[str, float]) -> str:
     """Return "loss 3.2800, perplexity 26.5758, ..."."""
-    texts = []
-    for name, value in figures.items():
-        label = "loss" if name == "val_loss" else name.replace("_", " ")
-        texts.append(f"{label} {value:.4f}")
-    return ", ".join(texts)
+    labels = [name.removeprefix("val_").replace("_", " ") for name in figures]
+    return ", ".join(f"{label} {x:.4f}" for label, x in zip(labels, figures.values(), strict=True))
 
 
-# ---- Multiple-choice questions -------------------------------------------------------------------
+# ---- Multiple-choice questions: JSON lines as HellaSwag's, or as ARC's in Hugging Face's layout --
+
+
+class Example(NamedTuple):
+    """A question in tokens: uint16 arrays, none empty."""
+
+    context: np.ndarray
+    choices: list[np.ndarray]
+    num_chars: list[int]  # of each choice, less the space before it
+    label: int  # which choice is right
 
 
 class Row(NamedTuple):
@@ -56,6 +65,47 @@ class Row(NamedTuple):
     choice: int  # index of the choice
     tokens: np.ndarray  # (T,), of context and choice
     num_answer_tokens: int  # of the choice, at the end
+
+
+def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
+    """Return the questions in path, none without a path. Raise UserError with the line that is no
+    question, or if the network does not know the tokens."""
+    if not path:
+        return []
+    codec = load_tokenizer(tokenizer)
+    if codec is None or VOCAB_SIZES[tokenizer] > vocab_size:
+        cure = f": {vocab_cure()}" if tokenizer == "gpt2" else ""
+        raise UserError(f"--hellaswag needs the tokenizer of the data, {tokenizer}{cure}")
+    where, examples = path, []
+    try:
+        if not Path(path).is_file():  # reading a pipe would wait forever
+            raise ValueError("no such file")
+        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+            where = f"{path}, line {number}"
+            if line.strip():
+                examples.append(as_example(json.loads(line), codec))
+        if not examples:
+            raise ValueError("no questions")
+    except Exception as error:  # a record may hold anything
+        cure = "python prepare_data.py --download hellaswag fetches a good file"
+        raise UserError(f"--hellaswag {where} is not a question ({error!r}); {cure}") from None
+    return examples
+
+
+def as_example(record: dict, codec: ByteTokenizer | Gpt2Tokenizer) -> Example:
+    """Return a record in tokens: of its context, and of a space and each choice, as in llm.c."""
+    if "endings" in record:
+        context, choices = record["ctx"], record["endings"]
+        label = int(str(record["label"]))  # a number in HellaSwag's files, text in Hugging Face's
+    else:
+        # The words around ARC's questions are lm-evaluation-harness's.
+        context, choices = f"Question: {record['question']}\nAnswer:", record["choices"]["text"]
+        label = record["choices"]["label"].index(record["answerKey"])
+    if not (context and all(choices) and 0 <= label < len(choices) >= 2):
+        raise ValueError("an empty text, or a label that names no choice")
+    texts = [context] + [f" {choice}" for choice in choices]
+    tokens = [np.array(codec.encode(text), np.uint16) for text in texts]
+    return Example(tokens[0], tokens[1:], [len(choice) for choice in choices], label)
 
 
 def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> list[np.ndarray]:
@@ -71,12 +121,10 @@ def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> 
     tokens_per_pass = 16384 if device.type == "cuda" else 2048
     while rows:
         reset_watchdog()
-        longest = len(rows[-1].tokens)
-        num_rows = max(1, tokens_per_pass // longest)
+        num_rows = max(1, tokens_per_pass // len(rows[-1].tokens))
         batch = rows[-num_rows:]
-        rows = rows[:-num_rows]
-        answer_loss = answer_losses(model, batch, device).tolist()
-        for row, loss in zip(batch, answer_loss, strict=True):
+        del rows[-num_rows:]
+        for row, loss in zip(batch, answer_losses(model, batch, device).tolist(), strict=True):
             losses[row.example][row.choice] = loss
     return losses
 
@@ -84,35 +132,27 @@ def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> 
 @torch.no_grad()
 def answer_losses(model: GPT, rows: list[Row], device: torch.device) -> Tensor:
     """Return for each row the summed loss of its answer's tokens: (len(rows),). A row that is too
-    long for the network loses its beginning. A row's first token has no loss. The head computes the
-    logits of the answers' positions alone."""
-    inputs = []
-    targets = []
-    counts = []
+    long for the network loses its beginning."""
+    inputs, targets = [], []
     for row in rows:
-        tokens = torch.from_numpy(row.tokens).to(device)
-        tokens = tokens[-model.config.seq_len - 1 :]
-        count = min(row.num_answer_tokens, len(tokens) - 1)
+        tokens = torch.from_numpy(row.tokens[-model.config.seq_len - 1 :]).to(device)
         inputs.append(tokens[:-1])
-        targets.append(tokens[len(tokens) - count :])
-        counts.append(count)
+        targets.append(tokens[1:][-row.num_answer_tokens :])  # the first token has no loss
     padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B, T)
     with sdpa_kernel(ANY_SHAPE):
         x = model.features(padded)  # (B, T, C)
-    answers = []
-    for b, count in enumerate(counts):
-        end = len(inputs[b])
-        answers.append(x[b, end - count : end])
+    counts = [len(answer) for answer in targets]
+    # Only the answers' positions go through the head.
+    answers = [x[b, len(inputs[b]) - n : len(inputs[b])] for b, n in enumerate(counts)]
     logits = model.head(torch.cat(answers)).float()
     losses = F.cross_entropy(logits, torch.cat(targets), reduction="none")
     return torch.stack([part.sum() for part in losses.split(counts)])
 
 
 def right_answers(examples: list[Example], losses: list[np.ndarray]) -> dict[str, int]:
-    """Return in how many examples the likeliest choice is the right one, counted in three ways: acc
-    by the sum of a choice's log-probabilities; acc_norm by their sum over the number of characters,
-    as in the lm-evaluation-harness; acc_norm_tokens by their mean per token, as in llm.c and
-    build-nanogpt."""
+    """Return in how many examples the likeliest choice is right: acc by the sum of a choice's
+    log-probabilities; acc_norm per character, as in the lm-evaluation-harness; acc_norm_tokens per
+    token, as in llm.c and build-nanogpt."""
     right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
     for example, sums in zip(examples, losses, strict=True):
         num_tokens = [len(choice) for choice in example.choices]

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from datetime import timedelta
@@ -29,8 +29,7 @@ LOG = "log.jsonl"
 
 
 class Logger:
-    """Writes log.jsonl, one JSON record a line, and the lines of the terminal: on the main rank
-    alone, which is_main says."""
+    """Writes log.jsonl, one JSON record a line, and prints: on the main rank alone."""
 
     def __init__(self, out_dir: Path, is_main: bool, wandb_run=None):
         self.is_main = is_main
@@ -74,12 +73,8 @@ class Logger:
         return timedelta(seconds=int(np.mean(self.recent_seconds) * steps_left))
 
 
-# ---- The terminal --------------------------------------------------------------------------------
-
-
 def show(text: str, end: str = "\n"):
-    """Print, as long as there is somebody to read it: `| head` and a closed terminal stop no
-    run."""
+    """Print, as long as somebody reads it: `| head` and a closed terminal stop no run."""
     try:
         print(printable(text), end=end, flush=True)
     except OSError:
@@ -92,44 +87,28 @@ def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
     return tqdm(items, desc=label, leave=False, delay=1, disable=None if is_main else True)
 
 
-# ---- The start of a process ----------------------------------------------------------------------
-
-
 def log_start(run: "Run", off: dict[str, str], state: dict | None):
     """Log where this process runs, and every flag and who chose it."""
     config, loader, model, env = run.config, run.loader, run.model, run.environment
     epochs = config.steps * config.batch_tokens / (len(loader) * loader.T)
     unused_tokens = sum(shard.num_tokens for shard in loader.shards) - len(loader) * loader.T
-    folder = str(loader.shards[0].path.parent)
-    run.log.record(
-        environment=env,
-        flags=asdict(config),
-        typed=sorted(run.typed),
-        off=off,
-        tokenizer=run.data.tokenizer,
-        epochs=epochs,
-        unused_tokens=unused_tokens,
-        data=folder,
-        resumed=run.step if state else None,
-    )
+    start = {"environment": env, "flags": asdict(config), "typed": sorted(run.typed), "off": off}
+    run.log.record(**start, tokenizer=run.data.tokenizer, resumed=run.step if state else None)
     decayed, others = model.decay_groups()
-    num_decayed, num_others = model.num_elements(decayed), model.num_elements(others)
-    optimizer = "fused AdamW" if config.fused else "AdamW"
-    if config.muon:
-        optimizer = f"Muon for {len(model.matrices())} matrices, {optimizer} for the rest"
+    optimizer = f"{'Muon and ' if config.muon else ''}{'fused ' if config.fused else ''}AdamW"
     chosen = []
     for f in fields(config):
         value = getattr(config, f.name)
         if value != f.default and f.name not in run.typed and f.metadata["on_resume"] != ONCE:
             chosen.append(typed_as(f.name, value))
-    if not config.data_dir:
-        folder += " (Python's own source, since there is no --data-dir)"
+    folder = loader.shards[0].path.parent
+    source = "" if config.data_dir else " (Python's own source)"
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
-        f"data: {folder}, {run.data.tokenizer}: {epochs:.2f} epochs of {len(loader):,} sequences"
-        f" of {loader.T} tokens; {unused_tokens:,} tokens are unused",
-        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
-        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
+        f"data: {folder}, {run.data.tokenizer}{source}: {epochs:.2f} epochs of {len(loader):,}"
+        f" sequences of {loader.T} tokens; {unused_tokens:,} tokens are unused",
+        f"model: {config.model}, {model.num_elements(decayed + others):,} parameters:"
+        f" {len(decayed)} tensors with weight decay, {len(others)} without",
         f"optimizer: {optimizer}",
         f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
@@ -148,38 +127,31 @@ def changes_since(state: dict, run: "Run") -> list[str]:
     """Return lines on the flags that a resumed run goes on with, on what has changed since it was
     saved, and on what keeps it from being the uninterrupted run bit for bit."""
     typed = [typed_as(name, value) for name, value in run.typed.items()]
-    lines = [f"flags: {' '.join(typed)}"]
-    rounds = []
+    changes = defaultdict(list)  # by on_resume
     for f in fields(run.config):
         saved, current = state["config"].get(f.name, f.default), getattr(run.config, f.name)
-        if saved != current and f.metadata["on_resume"] == FREE:
-            lines.append(f"changed: {spell(f.name)} {current} instead of {saved}")
-        elif saved != current and f.metadata["on_resume"] == ROUNDS:
-            rounds.append(f"{spell(f.name)} {current} instead of {saved}")
+        if saved != current:
+            changes[f.metadata["on_resume"]].append(f"{spell(f.name)} {current} instead of {saved}")
     for name in ("torch", "threads", "ranks", "device_name"):
         saved, current = state["environment"][name], run.environment[name]
         if saved != current:
-            rounds.append(f"{name} {current} instead of {saved}")
-    if rounds:
+            changes[ROUNDS].append(f"{name} {current} instead of {saved}")
+    lines = [f"flags: {' '.join(typed)}", *[f"changed: {change}" for change in changes[FREE]]]
+    if changes[ROUNDS]:
         dropout = ", which drops other activations" if run.config.dropout else ""
-        lines.append(f"not bit for bit because of {', '.join(rounds)}{dropout}")
+        lines.append(f"not bit for bit because of {', '.join(changes[ROUNDS])}{dropout}")
     return lines
-
-
-# ---- Weights & Biases, loss.png ------------------------------------------------------------------
 
 
 def start_wandb(out_dir: Path):
     """Return the Weights & Biases run of out_dir, the same one after a resume. Raise UserError if
     the library is missing, or refuses."""
     try:
+        os.environ.setdefault("WANDB_PROJECT", "train_gpt2")
         import wandb
 
-        project = os.environ.get("WANDB_PROJECT", "train_gpt2")
         run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
-        return wandb.init(
-            project=project, name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow"
-        )
+        return wandb.init(name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow")
     except Exception as error:  # it has many
         cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
         raise UserError(f"--wandb: {error!s:.200}: {cure}") from error

@@ -18,14 +18,9 @@ from support.errors import UserError
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores them as (in, out)
 UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # masks of old files; tied to wte
 WRAPPERS = r"^(module\.|_orig_mod\.|transformer\.)+"  # name prefixes of DDP, compile and GPT
-HF_SHAPE = {  # field of GPTConfig -> name in config.json
-    "vocab_size": "vocab_size",
-    "seq_len": "n_positions",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-}
-NANOGPT_SHAPE = HF_SHAPE | {"seq_len": "block_size"}
+SAME = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+HF_SHAPE = SAME | {"seq_len": "n_positions"}  # field of GPTConfig -> name in config.json
+NANOGPT_SHAPE = SAME | {"seq_len": "block_size"}
 HF_SETTINGS = {  # what else a config.json may say. Left out, it is the first value
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
@@ -37,6 +32,8 @@ HF_SETTINGS = {  # what else a config.json may say. Left out, it is the first va
     "n_inner": (None,),
 }
 OWN = "train_gpt2"  # in the config.json of our checkpoints: the fields of GPTConfig, the tokenizer
+WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
+NO_GPT2 = "is no GPT-2 that can be read, or another version of the code wrote it"
 
 
 @dataclass
@@ -55,25 +52,17 @@ def load_weights(model: GPT, source: Pretrained):
     weights, source.weights = source.weights, {}
     for name, p in model.named_parameters():
         p = p.detach()
-        tensor = weights[name]
-        if name == "transformer.wte.weight":
-            p.zero_()
-            p = p[: model.config.vocab_size]
-        elif name == "transformer.wpe.weight":
-            tensor = tensor[: model.config.seq_len]
-        p.copy_(tensor)
-
-
-# ---- Ours to Hugging Face's ----------------------------------------------------------------------
+        tensor = weights[name][: len(p)]
+        p[: len(tensor)] = tensor
+        p[len(tensor) :] = 0
 
 
 def hf_weights(model: GPT) -> dict[str, Tensor]:
-    """Return the weights as Hugging Face's GPT2LMHeadModel names and lays them out, without
-    padding, on the CPU."""
+    """Return the weights as Hugging Face names and lays them out, without padding, on the CPU."""
     weights = {}
     for name, p in model.named_parameters():
         p = p.detach().cpu()  # a transposed copy might not fit on a GPU
-        if name == "transformer.wte.weight":
+        if name == WTE:
             p = p[: model.config.vocab_size]
         weights[name] = p.t().contiguous() if name.endswith(CONV1D) else p
     return weights
@@ -84,28 +73,22 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
     shape = asdict(config)
     settings = {name: values[0] for name, values in HF_SETTINGS.items()}
     settings |= {theirs: shape[ours] for ours, theirs in HF_SHAPE.items()}
+    settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     settings["n_ctx"] = config.seq_len  # llama.cpp's converter asks for it
     settings["architectures"] = ["GPT2LMHeadModel"]
     settings["torch_dtype"] = "float32"
     end_of_text = VOCAB_SIZES[tokenizer] - 1 if tokenizer in VOCAB_SIZES else None
     settings["bos_token_id"] = settings["eos_token_id"] = end_of_text
-    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
-        settings[name] = 0.0
     settings[OWN] = {"shape": shape, "tokenizer": tokenizer}
     for f in fields(GPTConfig):
         if f.name not in (*HF_SHAPE, "pad_vocab") and shape[f.name] != f.default:
             # Somebody has changed the network: transformers must refuse it, not load it as GPT-2.
-            settings["model_type"] = OWN
-            settings["architectures"] = []
+            settings |= {"model_type": OWN, "architectures": []}
     return settings
 
 
-# ---- Others' to ours -----------------------------------------------------------------------------
-
-
 def read(path: Path) -> Pretrained:
-    """Return the weights in a folder in Hugging Face's format (such as each of our checkpoints), or
-    in a .pt of nanoGPT or build-nanogpt."""
+    """Return the weights in a folder in Hugging Face's format, or in a .pt of nanoGPT's kind."""
     if path.name == "model.safetensors":
         path = path.parent
     try:
@@ -113,144 +96,111 @@ def read(path: Path) -> Pretrained:
     except UserError:
         raise
     except Exception as error:  # what a file holds may make any line fail in any way
-        reason = f"{type(error).__name__}: {first_line(error):.300}"
+        reason = f"{type(error).__name__}: {error!s:.300}"
         if "Weights only" in reason:
             reason = "it holds more than tensors, which could run code"
-        raise UserError(f"{path} does not hold a GPT-2 that can be read: {reason}") from error
+        raise UserError(f"{path} {NO_GPT2}: {reason}") from error
 
 
 def download(name: str) -> Path:
     """Return the folder of a model on the Hugging Face hub, downloaded if it is not cached."""
-    problem = f"--init-from {name}: no such file or folder"
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
-    except ImportError:
-        cure = "to get it from the Hugging Face hub: pip install huggingface_hub"
-        raise UserError(f"{problem}; {cure}") from None
-    except Exception as error:  # of the library, or of one of those that it uses
-        cure = f"`hf download {name} --local-dir {Path(name).name}` where there is a network"
-        raise UserError(f"{problem}, nor on the hub ({first_line(error):.200}); {cure}") from error
+    except Exception as error:  # it is not installed, or it or what it uses has failed
+        problem = f"--init-from {name}: no such file or folder, nor on the hub ({error!s:.200})"
+        cure = f"pip install huggingface_hub; hf download {name} --local-dir {Path(name).name}"
+        raise UserError(f"{problem}; where there is a network: {cure}") from error
 
 
 def read_hf(folder: Path) -> Pretrained:
     """Return the weights in a folder in Hugging Face's format."""
-    settings = json.loads(existing(folder / "config.json").read_bytes())
     path = folder / "model.safetensors"
     if not path.exists() and (folder / "pytorch_model.bin").exists():
         path = folder / "pytorch_model.bin"  # of models from before safetensors
-    weights = {}
-    for name, tensor in renamed(read_tensors(path)).items():
-        weights[name] = tensor.transpose(0, -1) if name.endswith(CONV1D) else tensor
+    return from_hf(read_file(folder / "config.json"), read_file(path), folder)
+
+
+def from_hf(settings: dict, tensors: dict[str, Tensor], folder: Path) -> Pretrained:
+    """Return what the content of config.json and model.safetensors says."""
+    weights = renamed(tensors)
+    for name, tensor in weights.items():
+        if name.endswith(CONV1D):
+            weights[name] = tensor.transpose(0, -1)
     if OWN in settings:
         # A field that it lacks was added to GPTConfig later, and has its default.
-        shape = make_shape(settings[OWN]["shape"], folder)
-        tokenizer = str(settings[OWN]["tokenizer"])
-        return Pretrained(folder, shape, checked(weights, shape, path), tokenizer)
+        return checked(folder, settings[OWN]["shape"], weights, str(settings[OWN]["tokenizer"]))
     for name, values in HF_SETTINGS.items():
         value = settings.get(name, values[0])
         if value not in values:
             raise UserError(f"{folder}: {name} {value!s:.40} is not supported")
-    shape = make_shape({ours: settings.get(hf) for ours, hf in HF_SHAPE.items()}, folder)
-    return Pretrained(folder, shape, checked(weights, shape, path), tokenizer_of(shape.vocab_size))
+    return checked(folder, {ours: settings.get(hf) for ours, hf in HF_SHAPE.items()}, weights)
 
 
 def read_nanogpt(path: Path) -> Pretrained:
     """Return the weights in a checkpoint of nanoGPT or build-nanogpt."""
-    saved = read_tensors(path)
-    settings = saved.get("model_args") or getattr(saved.get("config"), "__dict__", None)
-    if not isinstance(settings, dict) or not isinstance(saved.get("model"), dict):
-        raise UserError(f"{path} lacks model, or both of model_args and config: what wrote it?")
-    shape = make_shape({ours: settings.get(name) for ours, name in NANOGPT_SHAPE.items()}, path)
+    saved = read_file(path)
+    settings = saved.get("model_args") or vars(saved["config"])
+    shape = {ours: settings.get(name) for ours, name in NANOGPT_SHAPE.items()}
     weights = renamed(saved["model"])
     if not any(name.endswith("bias") for name in weights):
         # nanoGPT may leave out all biases: they are 0.
-        biases = [(name, p) for name, p in parameters(shape).items() if name.endswith("bias")]
-        weights |= {name: torch.zeros(p.shape) for name, p in biases}
-    weights = checked(weights, shape, path)
-    if shape.vocab_size == 50304:  # both pad GPT-2's vocabulary
-        shape = replace(shape, vocab_size=VOCAB_SIZES["gpt2"])
-        wte = "transformer.wte.weight"
-        weights[wte] = weights[wte][: shape.vocab_size]
-    return Pretrained(path, shape, weights, tokenizer_of(shape.vocab_size))
+        for name in weights.keys() - {WTE, WPE}:
+            weights[f"{name.removesuffix('weight')}bias"] = torch.zeros(len(weights[name]))
+    if shape["vocab_size"] == 50304:  # both pad GPT-2's vocabulary
+        shape["vocab_size"] = VOCAB_SIZES["gpt2"]
+        weights[WTE] = weights[WTE][: VOCAB_SIZES["gpt2"]]
+    return checked(path, shape, weights)
 
 
-def parameters(shape: GPTConfig) -> dict[str, Tensor]:
-    """Return the parameters of a network as names and sizes alone, which take no memory."""
-    with torch.device("meta"):
-        return dict(GPT(replace(shape, pad_vocab=False)).named_parameters())
-
-
-def checked(weights: dict, shape: GPTConfig, path: Path) -> dict:
-    """Return weights in float32. Raise UserError unless they are those of a network of this shape,
-    and finite."""
-    if shape.n_layer > len(weights):  # or a network would be made of as many layers as it claims
-        raise UserError(f"{path} holds {len(weights)} tensors for {shape.n_layer} layers")
-    expected = parameters(shape)
+def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pretrained:
+    """Return weights in float32; without a tokenizer, guess it. Raise UserError unless they are
+    those of a network of this shape, and finite."""
+    config = GPTConfig(**shape)
+    if config.n_layer > len(weights):  # or a network would be made of as many layers as it claims
+        raise UserError(f"{path} holds {len(weights)} tensors for {config.n_layer} layers")
+    with torch.device("meta"):  # names and sizes alone, which take no memory
+        expected = dict(GPT(replace(config, pad_vocab=False)).named_parameters())
     missing = sorted(expected.keys() - weights.keys())[:1]
     unknown = sorted(weights.keys() - expected.keys())[:1]
     if missing or unknown:
-        raise UserError(
-            f"{path} is not a GPT-2 of its shape, or another version of the code wrote it:"
-            f" it lacks {missing or 'nothing'} and has {unknown or 'nothing'} besides"
-        )
-    result = {}
+        raise UserError(f"{path} {NO_GPT2}: it lacks {missing} and has {unknown} besides")
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:
             sizes = f"{tuple(tensor.shape)}, not {tuple(expected[name].shape)}"
             raise UserError(f"{path}: {name} has the shape {sizes}")
-        result[name] = tensor.detach().float()
-        if not tensor.is_floating_point() or not result[name].isfinite().all():
+        weights[name] = tensor.detach().float()
+        if not tensor.is_floating_point() or not weights[name].isfinite().all():
             raise UserError(f"{path}: {name} holds a value that is not finite")
-    return result
+    return Pretrained(path, config, weights, tokenizer or tokenizer_of(config.vocab_size))
 
 
 def renamed(weights: dict) -> dict:
     """Return weights with the names of GPT's parameters."""
-    result = {}
-    for name, tensor in weights.items():
-        if not str(name).endswith(UNUSED):
-            result[f"transformer.{re.sub(WRAPPERS, '', str(name))}"] = tensor
-    return result
-
-
-def make_shape(shape: dict, path: Path) -> GPTConfig:
-    try:
-        return GPTConfig(**shape)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{path} is not a GPT-2, or another version of the code wrote it: {error}"
-        ) from error
+    return {
+        f"transformer.{re.sub(WRAPPERS, '', name)}": tensor
+        for name, tensor in weights.items()
+        if not name.endswith(UNUSED)
+    }
 
 
 def tokenizer_of(vocab_size: int) -> str:
-    """Guess the tokenizer by the number of ids. GPT-2's may have some more: padding, or the ends of
-    a chat."""
+    """Guess the tokenizer. GPT-2's vocabulary may be padded, or hold the ends of a chat."""
     if vocab_size == VOCAB_SIZES["bytes"]:
         return "bytes"
     return "gpt2" if VOCAB_SIZES["gpt2"] <= vocab_size <= 50432 else "unknown"
 
 
-def read_tensors(path: Path) -> dict:
-    """Return what a .safetensors file or an archive of torch.save holds, by name."""
-    if existing(path).suffix == ".safetensors":
-        return load_file(path)
-    # build-nanogpt's checkpoints hold an object of its own class: its numbers are read, not its
-    # code.
-    stand_ins = [(SimpleNamespace, "__main__.GPTConfig"), (SimpleNamespace, "model.GPTConfig")]
-    with torch.serialization.safe_globals(stand_ins):
-        content = torch.load(path, "cpu", weights_only=True)
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}, not tensors with names")
-    return content
-
-
-def existing(path: Path) -> Path:
+def read_file(path: Path) -> dict:
+    """Return what a .json file, a .safetensors file or an archive of torch.save holds."""
     if not path.is_file():  # reading a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
-    return path
-
-
-def first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    if path.suffix == ".json":
+        return json.loads(path.read_bytes())
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    # build-nanogpt's hold an object of its own class: its numbers are read, not its code.
+    stand_ins = [(SimpleNamespace, "__main__.GPTConfig"), (SimpleNamespace, "model.GPTConfig")]
+    with torch.serialization.safe_globals(stand_ins):
+        return torch.load(path, "cpu", weights_only=True)

@@ -18,8 +18,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_bytes(self, text: bytes) -> np.ndarray:
-        """Return the tokens of any bytes, uint8."""
+    def encode_bytes(self, text: bytes) -> np.ndarray:  # of any bytes, uint8
         return np.frombuffer(text, np.uint8)
 
     def token_bytes(self, token: int) -> bytes:
@@ -27,7 +26,23 @@ class ByteTokenizer:
         return bytes([token]) if token < 256 else END_OF_TEXT.encode()
 
     def files(self, seq_len: int) -> dict[str, bytes]:
-        """Return the files that transformers.AutoTokenizer loads, by name."""
+        """Return the files that transformers.AutoTokenizer loads, by name: BPE without merges."""
+        # BPE's vocabulary is text, so each byte needs a printable character of its own: itself
+        # where it is one, else one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        vocab = {chr(byte): byte for byte in printable}
+        vocab |= {chr(256 + i): byte for i, byte in enumerate(others)}
+        vocab[END_OF_TEXT] = 256
+        options = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        tokenizer = {
+            "version": "1.0",
+            "added_tokens": [{"id": 256, "content": END_OF_TEXT, "special": True} | options],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        }
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": seq_len,
@@ -36,10 +51,7 @@ class ByteTokenizer:
             "split_special_tokens": True,  # <|endoftext|> inside a text is ordinary text
             "clean_up_tokenization_spaces": False,
         }
-        return {
-            "tokenizer.json": as_json(byte_level_bpe()),
-            "tokenizer_config.json": as_json(config),
-        }
+        return {"tokenizer.json": as_json(tokenizer), "tokenizer_config.json": as_json(config)}
 
 
 class Gpt2Tokenizer:
@@ -59,18 +71,15 @@ class Gpt2Tokenizer:
         return self.encoding.encode_ordinary(text)
 
     def encode_bytes(self, text: bytes) -> np.ndarray:
-        """Return the tokens of UTF-8, uint32; other bytes become U+FFFD. <|endoftext|> inside a
-        text is ordinary text."""
+        """Return the tokens of UTF-8, uint32; <|endoftext|> is text, other bytes become U+FFFD."""
         return self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token, which may be a part of a character. Weights may know
-        more ids than GPT-2's, for padding: those have none."""
+        """Return the bytes of one token. Ids beyond GPT-2's, which pad some weights, have none."""
         return self.encoding.decode_bytes([token]) if token < VOCAB_SIZES["gpt2"] else b""
 
     def files(self, seq_len: int) -> dict[str, bytes]:
-        """Return the files that transformers.AutoTokenizer loads, by name: the two that tiktoken
-        has downloaded are the two that Hugging Face's tokenizer is made of."""
+        """Return the same: the two files that tiktoken has downloaded, and a config."""
         merges, vocab = vocab_files()
         config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
         return {
@@ -80,13 +89,9 @@ class Gpt2Tokenizer:
         }
 
 
-Tokenizer = ByteTokenizer | Gpt2Tokenizer
-
-
 @lru_cache
-def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
-    """Return the tokenizer with this name; None if it is unknown, or its vocabulary not here:
-    without may_download, tiktoken is not asked for one that it would have to download."""
+def load_tokenizer(name: str, may_download: bool = False) -> ByteTokenizer | Gpt2Tokenizer | None:
+    """Return a tokenizer; None if its name is unknown, or it is not here and may not be fetched."""
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2" and (may_download or not missing_vocab()):
@@ -96,8 +101,7 @@ def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
 
 @lru_cache
 def token_lengths(name: str) -> np.ndarray | None:
-    """Return how many bytes of text each id stands for, int64 (65536,): 0 for <|endoftext|>. None
-    if the tokenizer is not at hand."""
+    """Return the bytes per id, int64 (65536,), 0 for <|endoftext|>; None without a tokenizer."""
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         return None
@@ -109,32 +113,3 @@ def token_lengths(name: str) -> np.ndarray | None:
 
 def as_json(value: dict) -> bytes:
     return f"{json.dumps(value, indent=2)}\n".encode()
-
-
-def byte_level_bpe() -> dict:
-    """Return the byte tokenizer in the format of Hugging Face's tokenizers: BPE without merges."""
-    # BPE's vocabulary is text, so each byte needs a printable character of its own: itself where
-    # it is one, else one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocab = {}
-    for byte in range(256):
-        code = byte if byte in printable else 256 + others.index(byte)
-        vocab[chr(code)] = byte
-    vocab[END_OF_TEXT] = 256
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,  # without merges, splitting into words changes nothing
-    }
-    end_of_text = {"id": 256, "content": END_OF_TEXT, "special": True}
-    for name in ("normalized", "single_word", "lstrip", "rstrip"):
-        end_of_text[name] = False
-    return {
-        "version": "1.0",
-        "added_tokens": [end_of_text],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import digest, each_flipped, flags, losses, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+import train_gpt2
 from model import GPT, GPTConfig
 from support import checkpoint, pretrained
 from support.checkpoint import DamagedCheckpoint, check_readable, checkpoints, save, verify
@@ -92,6 +93,19 @@ def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
         check_readable(path, model, optimizer)
 
 
+def test_a_network_that_can_not_be_saved_fails_before_the_first_step(
+    data_dir, tmp_path, monkeypatch, capsys
+):
+    hf_weights = pretrained.hf_weights
+
+    def forgetful(model: GPT) -> dict:
+        return {name: p for name, p in hf_weights(model).items() if "ln_f" not in name}
+
+    monkeypatch.setattr(pretrained, "hf_weights", forgetful)
+    assert train_gpt2.main(flags(data_dir=data_dir, out_dir=tmp_path / "run")) == 2
+    assert "ln_f" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 # ---- Damage --------------------------------------------------------------------------------------
 
 
@@ -169,7 +183,7 @@ def rewrite(path: Path, name: str, change):
         tensors = load_file(file)
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
         change(tensors)
-        checkpoint.write_tensors(file, tensors)
+        save_file(tensors, file)
     files = [file for file in sorted(path.iterdir()) if file.name != checkpoint.SUMS]
     sums = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in files]
     (path / checkpoint.SUMS).write_text("".join(sums))
@@ -210,7 +224,7 @@ def test_what_another_version_wrote_is_said_to_be_that(two_steps, tmp_path, what
     assert code == 2
     assert err.count("\n") == 1 and "another version of the code" in err and str(path) in err
     assert "damaged" not in err
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002", "step_000000"]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
 
 
 def test_a_field_that_a_checkpoint_lacks_has_its_default(two_steps, tmp_path):

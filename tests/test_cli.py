@@ -146,7 +146,7 @@ MISTAKES = {
     "--n-layer 0": "--n-layer 0 must be at least 1",
     "--learning-rate -1": "--learning-rate -1.0 must be at least 0",
     "--learning-rate nan": "--learning-rate nan must be at least 0",
-    "--learning-rate inf": "--learning-rate inf is too large",
+    "--learning-rate inf": "--learning-rate inf must be at least 0 and at most 2147483647",
     "--decay-to 1.5": "--decay-to 1.5 must be at least 0 and at most 1",
     "--model gpt3": "--model: invalid choice: 'gpt3'",
     "--lerning-rate 3": "--lerning-rate 3; did you mean --learning-rate?",

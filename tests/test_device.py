@@ -83,8 +83,8 @@ def test_compile_that_fails_names_what_is_missing(monkeypatch):
         ("cuda", False, "triton"),
     ):
         monkeypatch.setattr(device, "find_spec", lambda _, known=has_triton: known)
-        off = device.why_not_compile(torch.device(kind))
-        assert cure in off.cure and "--no-compile" in off.cure and "C compiler" in off.reason
+        reason, told = device.why_not_compile(torch.device(kind))
+        assert cure in told and "--no-compile" in told and "C compiler" in reason
 
 
 NO_MEMORY = [
@@ -142,16 +142,18 @@ print(break_of_heap(0) - before > 2 << 30, torch._inductor.config.cpp.use_decomp
     assert done.stdout == "True True\n", done.stderr
 
 
-def test_a_processor_has_a_name(tmp_path):
+def test_a_processor_has_a_name(tmp_path, monkeypatch):
     capability = torch.backends.cpu.get_cpu_capability()
     for text, name in {
         "processor : 0\nmodel name : Xeon 8 @ 2 GHz\n" * 2: "Xeon 8 @ 2 GHz, ",
         "CPU implementer : 0x41\nCPU part : 0xd0c\n" * 4: "0x41 0xd0c, ",
         "CPU part : 0xd03\n\nCPU part\t: 0xd09\n": "0xd03 0xd09, ",
     }.items():
-        (tmp_path / "cpuinfo").write_text(text)
-        assert device.cpu_name(tmp_path / "cpuinfo") == name + capability
-    assert len(device.cpu_name(tmp_path / "none")) > len(capability) + 2
+        monkeypatch.setattr(device, "CPUINFO", tmp_path / "cpuinfo")
+        device.CPUINFO.write_text(text)
+        assert device.device_name(CPU) == name + capability
+    monkeypatch.setattr(device, "CPUINFO", tmp_path / "none")
+    assert len(device.device_name(CPU)) > len(capability) + 2
 
 
 @NEEDS_POSIX

@@ -16,8 +16,8 @@ from dataloader import VOCAB_SIZES, ShardLoader, open_shard
 from model import GPT, GPTConfig
 from support import evaluate
 from support.distributed import World
+from support.evaluate import open_examples
 from support.pretrained import load_weights, read
-from support.questions import open_examples
 from support.tokenizer import load_tokenizer
 from train_gpt2 import TrainConfig
 

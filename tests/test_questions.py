@@ -1,4 +1,4 @@
-"""Tests ../support/questions.py, and how evaluate.py counts right answers."""
+"""Tests how ../support/evaluate.py reads questions and counts right answers."""
 
 import json
 
@@ -7,9 +7,9 @@ import pytest
 from conftest import NEEDS_GPT2, jsonl
 
 from dataloader import VOCAB_SIZES
-from support import evaluate, questions
+from support import evaluate
 from support.errors import UserError
-from support.questions import Example, open_examples
+from support.evaluate import Example, open_examples
 
 ENDINGS = ["uses wrap.", "rips tiles off\u2026", "<|endoftext|>", " starts"]
 ARC = {"text": ["dry", "wet palms", "oily"], "label": ["A", "B", "C"]}
@@ -76,7 +76,7 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
     path = str(jsonl(tmp_path / "a.jsonl", HELLASWAG))
     with pytest.raises(UserError, match="needs the tokenizer of the data, unknown"):
         open_examples(path, 65, "unknown")
-    monkeypatch.setattr(questions, "load_tokenizer", lambda name: None)
+    monkeypatch.setattr(evaluate, "load_tokenizer", lambda name: None)
     with pytest.raises(UserError, match="gpt2: fetch .* TIKTOKEN_CACHE_DIR"):
         open_examples(path, 50257, "gpt2")
 

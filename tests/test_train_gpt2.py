@@ -243,7 +243,10 @@ def test_a_run_killed_after_any_step_goes_on_bit_for_bit(whole, data_dir, tmp_pa
     code, _, err = train(line, tmp_path, ranks, kill_after=step)
     assert code == KILLED, err
     code, out, err = train(line, tmp_path, ranks)
-    assert code == 0 and f"resumed after step {(step - 1) // 3 * 3}\n" in out, err
+    saved = (step - 1) // 3 * 3
+    assert (
+        code == 0 and f"run: run, {f'resumed after step {saved}' if saved else 'new'}\n" in out
+    ), err
     assert losses(tmp_path / "run") == losses(whole[ranks])
     assert digest(tmp_path / "run") == digest(whole[ranks])
 
@@ -358,9 +361,9 @@ def names(folder: Path) -> set[str]:
 
 def test_the_newest_checkpoints_and_the_best_are_kept(whole, data_dir, tmp_path):
     assert names(whole[1]) == {"step_000010", "step_000012"}  # --keep 2; the last is the best
-    # Here the best one is the first, since the learning rate is far too high.
-    changes = {"keep": 3, "save_every": 1, "eval_every": 4, "learning_rate": 3.0, "muon": False}
-    out_dir = run(tmp_path, data_dir, **changes)
+    # Here the best one is the first: good weights, and a learning rate that is far too high.
+    changes = {"keep": 3, "save_every": 1, "eval_every": 4, "learning_rate": 3.0}
+    out_dir = run(tmp_path, data_dir, init_from=whole[1], **changes)
     assert names(out_dir) == {"step_000000", "step_000010", "step_000011", "step_000012"}
     summary = json.loads((out_dir / "summary.json").read_text())
     val_losses = records(out_dir, "val_loss")
@@ -457,8 +460,8 @@ def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, cap
     assert capsys.readouterr().out == printable(records(out_dir, "sample")[12]) + "\n"
     assert train_gpt2.main(["--out-dir", str(out_dir), "--eval-only", "--resume"]) == 0
     out = capsys.readouterr().out
-    assert f"validation loss {records(out_dir, 'val_loss')[12]:.4f}, perplexity" in out
-    assert f"questions: hellaswag acc {records(out_dir, 'hellaswag_acc')[12]:.4f}" in out
+    assert f": loss {records(out_dir, 'val_loss')[12]:.4f}, perplexity" in out
+    assert f", hellaswag acc {records(out_dir, 'hellaswag_acc')[12]:.4f}" in out
     assert snapshot(out_dir) == before
 
 
@@ -583,7 +586,7 @@ MISTAKES = {
     "--out-dir run --resume --no-shuffle": "--no-shuffle: the run in run has True: leave it out",
     "--out-dir run --resume --no-muon": "--no-muon: the run in run has True: leave it out",
     "--init-from nobody/none": "--init-from nobody/none: no such",
-    "--init-from flipped/step_000003": "--init-from .*step_000003.* is damaged",
+    "--init-from flipped/step_000003": "flipped/step_000003/model.safetensors is damaged",
     f"{WEIGHTS} weights50257": "--data-dir is in bytes.* --tokenizer gpt2",
     f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has 2: leave it out",
     f"{WEIGHTS} weights257 --seq-len 64": "--seq-len 64: weights257 has 16: leave it out",
