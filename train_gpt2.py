@@ -592,7 +592,14 @@ def evaluate_if_due(run: Run):
         return
     # Killed anywhere below, the next process makes the evaluation again: see train_and_evaluate.
     if config.eval_tokens:
-        validate(run)
+        figures = validate(
+            run.model, run.net, run.val_loader, run.data.tokenizer, config, run.world
+        )
+        # Only of what is saved, so that the best is on the disk; and nan is neither best nor worst.
+        if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
+            run.val_losses[run.step] = figures["val_loss"]
+        run.log.record(step=run.step, **figures)
+        run.log.print(f"validation after step {run.step}: {evaluate.in_words(figures)}")
     if run.step == 0:
         return  # new weights have nothing to say
     if config.num_samples and run.world.is_main:
@@ -611,18 +618,8 @@ def evaluate_if_due(run: Run):
     run.world.gather(None)
 
 
-def validate(run: Run):
-    model, net, tokenizer = run.model, run.net, run.data.tokenizer
-    figures = validation(model, net, run.val_loader, tokenizer, run.config, run.world)
-    # Only of what is saved, so that the best is on the disk; and nan is neither best nor worst.
-    if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
-        run.val_losses[run.step] = figures["val_loss"]
-    run.log.record(step=run.step, **figures)
-    run.log.print(f"validation after step {run.step}: {evaluate.in_words(figures)}")
-
-
 @torch.no_grad()
-def validation(
+def validate(
     model: GPT,
     net: nn.Module,
     loader: ShardLoader,
@@ -851,7 +848,7 @@ def evaluate_weights(model: GPT, source: Pretrained, config: TrainConfig, world:
     loader = ShardLoader(data.val, B, config.seq_len, world.rank, world.size)
     figures = {}
     if config.eval_tokens:
-        figures |= validation(model, model, loader, data.tokenizer, config, world)
+        figures |= validate(model, model, loader, data.tokenizer, config, world)
     if questions:
         figures |= answers(model, questions, config, world)
     if world.is_main:
@@ -927,7 +924,10 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         load_weights(model, source)
     if not path:
         world.from_main(checkpoint.check_saveable, model, data.tokenizer, out_dir)
-    world.from_main(check_room, model, config)
+    # Weights and two moments in float32, while --keep older checkpoints and the best one are there.
+    num_more = max(1, config.keep + 2 - len(checkpoint.checkpoints(out_dir)))
+    num_bytes = 12 * sum(p.numel() for p in model.parameters())
+    world.from_main(checkpoint.check_disk_space, out_dir, num_more * num_bytes)
     if is_new:
         world.from_main(checkpoint.take_folder, out_dir, lock, is_new)
     model.to(world.device)
@@ -963,15 +963,6 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         dummy_pass(net, config, world)
     logger.log_start(run, off, state)
     return run
-
-
-def check_room(model: GPT, config: TrainConfig):
-    """Raise UserError if the disk has too little room for the checkpoints that are to come."""
-    out_dir = Path(config.out_dir)
-    num_bytes = 12 * sum(p.numel() for p in model.parameters())  # weights and moments, float32
-    # While one is written, --keep older ones and the best one are there.
-    num_more = max(1, config.keep + 2 - len(checkpoint.checkpoints(out_dir)))
-    checkpoint.check_disk_space(out_dir, num_more * num_bytes)
 
 
 def open_data(

@@ -59,14 +59,14 @@ def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, name):
             loss = model(rows[:, :-1], rows[:, 1:]).item()
         config = TrainConfig(bf16=False, warmup_steps=0, eval_tokens=eval_tokens, seq_len=T)
         loader = ShardLoader(shards, 3, T)
-        figures = train_gpt2.validation(model, model, loader, name, config, ALONE)
+        figures = train_gpt2.validate(model, model, loader, name, config, ALONE)
         assert figures["val_loss"] == pytest.approx(loss, rel=1e-5)
         assert figures["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
         bits = figures["val_loss"] / math.log(2) * T * len(starts) / num_bytes
         assert figures["bits_per_byte"] == pytest.approx(bits)
         ratios.add(round(num_bytes / len(starts) / T, 1))
     assert len(ratios) > (2 if name == "gpt2" else 1)
-    figures = train_gpt2.validation(model, model, loader, "unknown", config, ALONE)
+    figures = train_gpt2.validate(model, model, loader, "unknown", config, ALONE)
     assert figures.keys() == {"val_loss", "perplexity"}  # without a vocabulary
 
 
