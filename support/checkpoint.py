@@ -61,7 +61,7 @@ def choose_out_dir(name: str, resume: bool) -> Path:
         raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
     # A start that was stopped before its first checkpoint leaves these.
     unfinished = {path for path in out_dir.glob("step_[0-9]*.tmp") if path.is_dir()}
-    others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log}
+    others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log, out_dir / "wandb"}
     if others and not holds_run:
         raise UserError(f"--out-dir {out_dir} holds {min(others).name} and no run: name a new one")
     if log.is_symlink() or (log.exists() and not log.is_file()):

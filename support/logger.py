@@ -95,6 +95,7 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
     start = {"environment": env, "flags": asdict(config), "typed": sorted(run.typed), "off": off}
     run.log.record(**start, tokenizer=run.data.tokenizer, resumed=run.step if state else None)
     decayed, others = model.decay_groups()
+    num_decayed, num_others = model.num_elements(decayed), model.num_elements(others)
     optimizer = f"{'Muon and ' if config.muon else ''}{'fused ' if config.fused else ''}AdamW"
     chosen = []
     for f in fields(config):
@@ -107,8 +108,8 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
         f"data: {folder}, {run.data.tokenizer}{source}: {epochs:.2f} epochs of {len(loader):,}"
         f" sequences of {loader.T} tokens; {unused_tokens:,} tokens are unused",
-        f"model: {config.model}, {model.num_elements(decayed + others):,} parameters:"
-        f" {len(decayed)} tensors with weight decay, {len(others)} without",
+        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
+        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {optimizer}",
         f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",

@@ -53,8 +53,8 @@ def load_weights(model: GPT, source: Pretrained):
     for name, p in model.named_parameters():
         p = p.detach()
         tensor = weights[name][: len(p)]
-        p[: len(tensor)] = tensor
-        p[len(tensor) :] = 0
+        p[: len(tensor)].copy_(tensor)
+        p[len(tensor) :].zero_()
 
 
 def hf_weights(model: GPT) -> dict[str, Tensor]:

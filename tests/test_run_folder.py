@@ -32,7 +32,8 @@ def test_runs_are_numbered_and_resume_takes_the_newest(data_dir, tmp_path):
 def test_what_a_first_save_leaves_when_it_is_killed_is_no_run_and_no_obstacle(tmp_path):
     for name in (".lock", "log.jsonl"):
         (tmp_path / name).touch()
-    (tmp_path / "step_000250.tmp").mkdir()
+    for name in ("step_000250.tmp", "wandb"):
+        (tmp_path / name).mkdir()
     assert choose_out_dir(str(tmp_path), False) == choose_out_dir(str(tmp_path), True) == tmp_path
 
 
