@@ -772,7 +772,8 @@ def test_a_run_killed_after_any_step_goes_on_to_the_same_bits(trial, once, ranks
     for step in steps:
         folder = shutil.copytree(made / f"killed{step}", trial.folder / str(step))
         code, out, err = train(line, folder, ranks)
-        assert code == 0 and f"resumed after step {step - 1}" in out, err
+        begin = f"resumed after step {step - 1}" if step > 1 else "new"
+        assert code == 0 and f"run: run, {begin}\n" in out, err
         equal(folder / "run", made / "run")
 
 

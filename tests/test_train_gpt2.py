@@ -244,9 +244,8 @@ def test_a_run_killed_after_any_step_goes_on_bit_for_bit(whole, data_dir, tmp_pa
     assert code == KILLED, err
     code, out, err = train(line, tmp_path, ranks)
     saved = (step - 1) // 3 * 3
-    assert (
-        code == 0 and f"run: run, {f'resumed after step {saved}' if saved else 'new'}\n" in out
-    ), err
+    begin = f"resumed after step {saved}" if saved else "new"
+    assert code == 0 and f"run: run, {begin}\n" in out, err
     assert losses(tmp_path / "run") == losses(whole[ranks])
     assert digest(tmp_path / "run") == digest(whole[ranks])
 
