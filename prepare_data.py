@@ -301,9 +301,9 @@ def prepare(config: PrepareConfig):
     """Write config.folder, under another name until it is complete."""
     folder = config.folder
     unfinished = Path(f"{folder}.unfinished")
-    own = tuple(os.path.join(os.path.abspath(path), "") for path in (folder, unfinished))
+    written = tuple(os.path.join(os.path.abspath(path), "") for path in (folder, unfinished))
     files = files_in(config.input) if config.input else standard_library()
-    files = [file for file in files if not os.path.abspath(file).startswith(own)]
+    files = [file for file in files if not os.path.abspath(file).startswith(written)]
     if config.text_field != "text" and not any(RECORDS.search(file.lower()) for file in files):
         raise UserError("--text-field is for .jsonl, .json, .csv, .tsv and .parquet: leave it out")
     reader = Reader(files, config.text_field)

@@ -893,15 +893,8 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     if not is_new:
         world.from_main(checkpoint.take_folder, out_dir, lock, is_new)
 
-    # What it begins with: its checkpoint, other weights, or nothing. And with that, its flags.
-    path = world.from_main(checkpoint.newest, out_dir)
-    state = source = None
-    if path:
-        world.check_same({"the checkpoint": checkpoint.fingerprint_here(path)})
-        state = checkpoint.read_state(path)
-        source = world.on_all(read, path)
-    elif "init_from" in typed:
-        source = world.on_all(read, world.from_main(checkpoint.find_weights, typed["init_from"]))
+    # What it begins with, and with that, its flags.
+    path, state, source = read_start(typed, out_dir, world)
     typed = given_flags(typed, state)
     config, off = world.from_main(resolve, typed, state, source, world.device)
     config = replace(config, out_dir=str(out_dir))
@@ -963,6 +956,21 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         dummy_pass(net, config, world)
     logger.log_start(run, off, state)
     return run
+
+
+def read_start(
+    typed: dict, out_dir: Path, world: World
+) -> tuple[Path | None, dict | None, Pretrained | None]:
+    """Return what a run begins with, None for what there is not: its newest checkpoint, the state
+    in it, and its weights or those of --init-from."""
+    path = world.from_main(checkpoint.newest, out_dir)
+    if path:
+        world.check_same({"the checkpoint": checkpoint.fingerprint_here(path)})
+        return path, checkpoint.read_state(path), world.on_all(read, path)
+    if "init_from" in typed:
+        weights = world.from_main(checkpoint.find_weights, typed["init_from"])
+        return None, None, world.on_all(read, weights)
+    return None, None, None
 
 
 def open_data(

@@ -66,7 +66,7 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, typed: dict) -
     for name, cure in cures.items():
         if typed.get(name):
             raise UserError(f"--{name} {off[name]}: {cure}")
-    return {name: why for name, why in off.items() if name not in typed}
+    return {name: reason for name, reason in off.items() if name not in typed}
 
 
 def why_not_compile(device: torch.device) -> tuple[str, str] | None:
@@ -125,8 +125,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     for CPUs and Macs, cuBLAS, CUDA and NCCL only have words."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    words = "(?i)out of memory|ALLOC_FAILED|t allocate memory|not enough memory"
-    return isinstance(error, RuntimeError) and bool(re.search(words, str(error)))
+    pattern = "(?i)out of memory|ALLOC_FAILED|t allocate memory|not enough memory"
+    return isinstance(error, RuntimeError) and bool(re.search(pattern, str(error)))
 
 
 def free_memory():

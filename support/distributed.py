@@ -75,11 +75,11 @@ class World:
             raise error
         sys.exit(error.exit_code)
 
-    def check_same(self, facts: dict):
-        """Raise UserError unless every rank has the same facts as the main one."""
-        main_facts, *others = self.gather(facts)
+    def check_same(self, values: dict):
+        """Raise UserError unless every rank has the same values, by name, as the main one."""
+        main_values, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
-            for name, value in main_facts.items():
+            for name, value in main_values.items():
                 if theirs[name] != value:
                     text = f"{name} is {theirs[name]} on rank {rank} and {value} on rank 0"
                     self.raise_on_all(UserError(f"{text}: start all ranks with the same"))

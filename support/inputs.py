@@ -44,15 +44,16 @@ def files_in(inputs: list[str]) -> list[str]:
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         below = [str(top) for top in tops]
         for top in tops:
-            for folder, _, children in os.walk(top):
+            for folder, names, children in os.walk(top):
+                names[:] = [child for child in names if child[0] != "."]  # .git holds many files
                 below += [os.path.join(folder, child) for child in children]
-        found = False
+        has_files = False
         for file in sorted(below):
             is_hidden = any(part[0] == "." and part not in path.parts for part in Path(file).parts)
-            if os.path.isfile(file) and not is_hidden:  # no pipe, no device
+            if not is_hidden and os.path.isfile(file):  # no pipe, no device
                 files.setdefault(os.path.realpath(file), file)
-                found = True
-        if not found:
+                has_files = True
+        if not has_files:
             raise UserError(f"--input {name}: there is no such file")
     return list(files.values())
 
@@ -152,16 +153,16 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
 def elements(stream: io.TextIOWrapper) -> Iterator:
     """Yield the elements of a JSON array, which may be larger than the memory."""
     decode = json.JSONDecoder().raw_decode
-    text, more = "", stream.read(1 << 14).lstrip()[1:].lstrip()
-    while more and len(text) < 1 << 28:
-        text += more
+    text, block = "", stream.read(1 << 14).lstrip()[1:].lstrip()
+    while block and len(text) < 1 << 28:
+        text += block
         with suppress(ValueError):  # the last element of text is not whole yet
             while not text.startswith("]"):
                 value, end = decode(text)
                 yield value
                 text = text[end:].lstrip(" \t\r\n,")
         # Little at a time, since each element copies what follows it.
-        more = stream.read(max(1 << 14, len(text)))
+        block = stream.read(max(1 << 14, len(text)))
     if not text.startswith("]"):
         raise ValueError("its array has no end, or an element that is no JSON")
 
