@@ -42,8 +42,11 @@ def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
 
 def in_words(figures: dict[str, float]) -> str:
     """Return "loss 3.2800, perplexity 26.5758, ..."."""
-    labels = [name.removeprefix("val_").replace("_", " ") for name in figures]
-    return ", ".join(f"{label} {x:.4f}" for label, x in zip(labels, figures.values(), strict=True))
+    texts = []
+    for name, value in figures.items():
+        label = name.removeprefix("val_").replace("_", " ")
+        texts.append(f"{label} {value:.4f}")
+    return ", ".join(texts)
 
 
 # ---- Multiple-choice questions: JSON lines as HellaSwag's, or as ARC's in Hugging Face's layout --
