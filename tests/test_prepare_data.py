@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import NEEDS_GPT2, jsonl, prepare
 from data_helpers import PROGRAM, content, error_of, start, stream, write_texts
+from filelock import FileLock, Timeout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -445,6 +446,15 @@ def much_text(folder: Path, megabytes: int) -> Path:
     return folder
 
 
+def is_free(lock):
+    try:
+        lock.acquire()
+    except Timeout:
+        return False
+    lock.release()
+    return True
+
+
 @NEEDS_GPT2
 def test_of_two_at_once_one_is_refused_and_workers_end_with_their_parent(tmp_path):
     if not Path("/proc/self/task").exists():
@@ -453,11 +463,16 @@ def test_of_two_at_once_one_is_refused_and_workers_end_with_their_parent(tmp_pat
     flags = ("--input", texts, "--tokenizer", "gpt2", "--workers", 2, "--shard-tokens", 20_000)
     process = start(tmp_path / "data", *flags)
     unfinished = tmp_path / "data.unfinished"
+    lock = FileLock(unfinished / ".lock", timeout=0)
     for name in (".lock", "manifest.json"):
         while not (unfinished / name).exists():
             assert process.poll() is None
             time.sleep(0.001)
         process.send_signal(signal.SIGSTOP)  # so that it is not faster than the second one
+        while is_free(lock):  # it has made the file, and not locked it yet
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.001)
+            process.send_signal(signal.SIGSTOP)
         second = start(tmp_path / "data", *flags)
         assert f"another process writes into {unfinished}" in second.communicate()[1]
         assert second.returncode == 2 and (unfinished / name).exists()
