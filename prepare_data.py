@@ -75,17 +75,20 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     if argv and not argv[0].startswith("-"):
         raise UserError(f"did you mean --input {shlex.join(argv)}?")
     typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
-    sources = [spell(name) for name in ("input", "download", "verify") if typed.get(name)]
+    sources = [name for name in ("input", "download", "verify") if typed.get(name)]
     if "shards" in typed and "download" not in typed:
         raise UserError(f"--shards {typed['shards']} needs --download: name what to fetch")
-    others = [spell(name) for name in (*TEXT_FLAGS, "workers") if name in typed]
-    if len(sources) > 1 or (others and sources in (["--download"], ["--verify"])):
-        raise UserError(f"{' and '.join(sources + others)} do not go together: leave one out")
+    unfit = []
+    if "download" in sources or "verify" in sources:
+        unfit = [name for name in (*TEXT_FLAGS, "workers") if name in typed]
+    if len(sources) > 1 or unfit:
+        names = " and ".join(map(spell, sources + unfit))
+        raise UserError(f"{names} do not go together: leave one out")
     if typed.get("tokenizer") == "gpt2":
         typed.setdefault("workers", min(os.cpu_count() or 1, 61))
     config = PrepareConfig(**typed)
     if not config.data_dir and (config.input or config.verify):
-        raise UserError(f"{sources[0]} needs --data-dir, for example --data-dir data/book")
+        raise UserError(f"--{sources[0]} needs --data-dir, for example --data-dir data/book")
     return config
 
 
@@ -100,30 +103,38 @@ class Batch(NamedTuple):
     parts: list[tuple[bool, bytes]]  # does a document begin?, text
 
 
-def drawn(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, BinaryIO]]:
-    """Yield for each document whether it is for validation, which is a function of its number and
-    the seed, and its size and text. The first one is for training."""
+def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, BinaryIO]]:
+    """Yield for each document whether it is for validation, its size in bytes, and its text. The
+    split is a function of the document's number and the seed. The first one is for training."""
     rng = random.Random(config.seed)
-    for number, (size, stream) in enumerate(reader.documents()):
-        yield number > 0 and rng.random() < config.val_fraction, size, stream
+    for number, (size, text) in enumerate(reader.documents()):
+        is_val = number > 0 and rng.random() < config.val_fraction
+        yield is_val, size, text
+
+
+def has_validation(reader: Reader, config: PrepareConfig) -> bool:
+    """Return whether any document with text is drawn for validation. Read until one is."""
+    for is_val, size, _ in documents(Reader(reader.files, reader.text_field), config):
+        if is_val and size:
+            return True
+    return False
 
 
 def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
     """Yield all text. If there are too few documents for one to be drawn, as with a book, the last
     tenth of each is for validation."""
-    peek = Reader(reader.files, reader.text_field)
-    cuts_each = not any(is_val and size for is_val, size, _ in drawn(peek, config))
+    cuts_each = not has_validation(reader, config)
     numbers = count(1)
     parts = {"train": [], "val": []}  # of the batches that grow
     sizes = {"train": 0, "val": 0}  # their bytes
-    for is_val, size, stream in drawn(reader, config):
+    for is_val, size, text in documents(reader, config):
         begins = True
         cut = 0 if is_val else sys.maxsize  # bytes before validation begins
         if cuts_each:
             cut = size * 9 // 10
-        for split, text in divided(stream, cut):
-            parts[split].append((begins, text))
-            sizes[split] += len(text)
+        for split, piece in divided(text, cut):
+            parts[split].append((begins, piece))
+            sizes[split] += len(piece)
             begins = False
             if sizes[split] >= 2 * PIECE:
                 yield Batch(next(numbers), split, parts[split])
@@ -230,13 +241,14 @@ def write_shard(folder: Path, manifest: dict, split: str, entry: dict, tokens: n
         file.write(shard_header(len(tokens)))
         file.write(tokens.data)
     end_of_text = VOCAB_SIZES[manifest["tokenizer"]["name"]] - 1
-    parts = [tokens[i : i + PIECE] for i in range(0, len(tokens), PIECE)]  # fit into the cache
     entry["tokens"] = len(tokens)
-    entry["documents"] = sum(int(np.count_nonzero(part == end_of_text)) for part in parts)
+    entry["documents"] = int(np.count_nonzero(tokens == end_of_text))
     entry["largest_id"] = int(tokens.max())
     entry["sha256"] = sha256_of(path)
-    shards = manifest[split]["shards"]  # one that is written again stays in its place
-    shards[:] = ({old["name"]: old for old in shards} | {path.name: entry}).values()
+    shards = manifest[split]["shards"]
+    shards[:] = [old for old in shards if old["name"] != path.name]  # it may be a damaged one
+    shards.append(entry)
+    shards.sort(key=lambda shard: shard["name"])
     with whole_file(folder / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode())
 
@@ -257,8 +269,9 @@ def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict
     """Return the manifest of what is in folder. Raise UserError if that has other flags, or was
     made of other files."""
     flags = {name: getattr(config, name) for name in TEXT_FLAGS}
-    # Their content: times of change differ after a copy or download of the same text.
-    digest = hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
+    # Of their content: times of change differ after a copy or download of the same text.
+    digests = "".join(map(sha256_of, files))
+    digest = hashlib.sha256(digests.encode()).hexdigest()
     manifest = saved_manifest(folder, config.tokenizer)
     shards = manifest["train"]["shards"] + manifest["val"]["shards"]
     if not shards:
@@ -278,8 +291,9 @@ def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict
 def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
     """Write the shards and the manifest that are not in folder yet."""
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
+    ends = {name: split.end[0] for name, split in splits.items()}
     # What is in shards is read again, since that tells where documents begin, but not tokenized.
-    todo = (b for b in batches(reader, config) if b.number >= splits[b.split].end[0])
+    todo = (batch for batch in batches(reader, config) if batch.number >= ends[batch.split])
     total = sum(map(os.path.getsize, reader.files))
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         for batch, tokens in tokenized(todo, config):
@@ -301,10 +315,12 @@ def prepare(config: PrepareConfig):
     """Write config.folder, under another name until it is complete."""
     folder = config.folder
     unfinished = Path(f"{folder}.unfinished")
-    written = tuple(os.path.join(os.path.abspath(path), "") for path in (folder, unfinished))
     files = files_in(config.input) if config.input else standard_library()
-    files = [file for file in files if not os.path.abspath(file).startswith(written)]
-    if config.text_field != "text" and not any(RECORDS.search(file.lower()) for file in files):
+    # Without those that this program has written itself, as with --input . --data-dir data.
+    own = {Path(os.path.abspath(folder)), Path(os.path.abspath(unfinished))}
+    files = [file for file in files if own.isdisjoint(Path(os.path.abspath(file)).parents)]
+    has_records = any(RECORDS.search(file.lower()) for file in files)
+    if config.text_field != "text" and not has_records:
         raise UserError("--text-field is for .jsonl, .json, .csv, .tsv and .parquet: leave it out")
     reader = Reader(files, config.text_field)
     if folder.exists():
@@ -405,7 +421,8 @@ def download_questions(config: PrepareConfig):
         raise UserError(f"{path} is not a whole parquet file: {error}") from error
     target = config.folder / "hellaswag_val.jsonl"
     with whole_file(target) as file:
-        file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+        for row in rows:
+            file.write(json.dumps(row).encode() + b"\n")
     print(f"ready: python train_gpt2.py --hellaswag {shlex.quote(str(target))}")
 
 
@@ -420,7 +437,10 @@ def main(argv: list[str] | None = None) -> int:
         elif config.download:
             config.folder.mkdir(parents=True, exist_ok=True)
             with FileLock(config.folder / ".lock", timeout=0):
-                (download_questions if config.download == "hellaswag" else download)(config)
+                if config.download == "hellaswag":
+                    download_questions(config)
+                else:
+                    download(config)
             shutil.rmtree(config.folder / ".download", ignore_errors=True)
         else:
             prepare(config)

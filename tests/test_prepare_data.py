@@ -51,7 +51,6 @@ MISTAKES = {
     "no number": ("--seed x", "invalid int value"),
     "too large": ("--val-fraction 0.6", "must be at least 1e-05 and at most 0.5"),
     "no tokenizer": ("--tokenizer gpt4", "invalid choice: 'gpt4'"),
-    "a NUL": ("--input a --data-dir \0", "holds a NUL character"),
 }  # fmt: skip
 
 
