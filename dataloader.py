@@ -166,7 +166,7 @@ class ShardLoader:
                 f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}: {cure}"
             )
         self.position = 0  # sequences dealt out so far, over all ranks
-        self.ahead = None  # (numbers, batch) that read_ahead has read
+        self.ahead: dict[range, tuple] = {}  # the batch that read_ahead has read
 
     def __len__(self) -> int:  # in an epoch
         return self.ends[-1]
@@ -203,10 +203,7 @@ class ShardLoader:
         """Return this rank's next inputs and targets, (B, T) int64 each."""
         numbers = self.next_numbers()
         self.position += self.num_ranks * self.B
-        ahead, self.ahead = self.ahead, None
-        if ahead and ahead[0] == numbers:
-            return ahead[1]
-        return self.batch(numbers)
+        return self.ahead.pop(numbers, None) or self.batch(numbers)
 
     def next_numbers(self) -> range:
         first = self.position + self.rank * self.B
@@ -215,4 +212,4 @@ class ShardLoader:
     def read_ahead(self):
         """Read the next batch now, while a GPU is busy."""
         numbers = self.next_numbers()
-        self.ahead = numbers, self.batch(numbers)
+        self.ahead = {numbers: self.batch(numbers)}

@@ -15,8 +15,7 @@ from torch.nn.attention import sdpa_kernel
 from dataloader import VOCAB_SIZES
 from model import ANY_SHAPE, GPT
 from support.errors import UserError, reset_watchdog
-from support.files import vocab_cure
-from support.tokenizer import ByteTokenizer, Gpt2Tokenizer, load_tokenizer
+from support.tokenizer import ByteTokenizer, Gpt2Tokenizer, require_tokenizer
 
 
 @contextmanager
@@ -61,24 +60,14 @@ class Example(NamedTuple):
     label: int  # which choice is right
 
 
-class Row(NamedTuple):
-    """A context with one of its choices, which is asked for its loss."""
-
-    example: int  # index of the question
-    choice: int  # index of the choice
-    tokens: np.ndarray  # (T,), of context and choice
-    num_answer_tokens: int  # of the choice, at the end
-
-
 def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
     """Return the questions in path, none without a path. Raise UserError with the line that is no
     question, or if the network does not know the tokens."""
     if not path:
         return []
-    codec = load_tokenizer(tokenizer)
-    if codec is None or VOCAB_SIZES[tokenizer] > vocab_size:
-        cure = f": {vocab_cure()}" if tokenizer == "gpt2" else ""
-        raise UserError(f"--hellaswag needs the tokenizer of the data, {tokenizer}{cure}")
+    codec = require_tokenizer(tokenizer)
+    if VOCAB_SIZES[tokenizer] > vocab_size:
+        raise UserError(f"--hellaswag: the network knows ids below {vocab_size}, not {tokenizer}'s")
     where, examples = path, []
     try:
         if not Path(path).is_file():  # reading a pipe would wait forever
@@ -111,42 +100,42 @@ def as_example(record: dict, codec: ByteTokenizer | Gpt2Tokenizer) -> Example:
     return Example(tokens[0], tokens[1:], [len(choice) for choice in choices], label)
 
 
-def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> list[np.ndarray]:
-    """Return for each example the summed loss of each choice's tokens, in nats. Choices of similar
-    length share a pass, the longest first."""
-    rows = []
-    for i, example in enumerate(examples):
-        for j, choice in enumerate(example.choices):
-            tokens = np.concatenate([example.context, choice]).astype(np.int64)
-            rows.append(Row(i, j, tokens, len(choice)))
-    rows.sort(key=lambda row: len(row.tokens))
-    losses = [np.zeros(len(example.choices)) for example in examples]
-    tokens_per_pass = 16384 if device.type == "cuda" else 2048
-    while rows:
-        reset_watchdog()
-        num_rows = max(1, tokens_per_pass // len(rows[-1].tokens))
-        batch = rows[-num_rows:]
-        del rows[-num_rows:]
-        for row, loss in zip(batch, answer_losses(model, batch, device).tolist(), strict=True):
-            losses[row.example][row.choice] = loss
-    return losses
-
-
 @torch.no_grad()
-def answer_losses(model: GPT, rows: list[Row], device: torch.device) -> Tensor:
-    """Return for each row the summed loss of its answer's tokens: (len(rows),). A row that is too
-    long for the network loses its beginning."""
+def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> list[np.ndarray]:
+    """Return for each example the summed loss of each choice's tokens, in nats."""
+    texts = []  # of each choice: context and choice, and how many tokens the choice has
+    for example in examples:
+        for choice in example.choices:
+            tokens = np.concatenate([example.context, choice]).astype(np.int64)
+            texts.append((tokens, len(choice)))
+    losses = np.zeros(len(texts))
+    # Texts of similar length share a pass, since all are padded to the longest.
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
+    for start in range(0, len(texts), 64):
+        reset_watchdog()
+        batch = order[start : start + 64]
+        losses[batch] = answer_losses(model, [texts[i] for i in batch], device).tolist()
+    in_order = iter(losses)
+    return [np.array([next(in_order) for _ in example.choices]) for example in examples]
+
+
+def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tensor:
+    """Return for each text the summed loss of its last tokens, the answer: (len(texts),). A text
+    that is too long for the network loses its beginning."""
     inputs, targets = [], []
-    for row in rows:
-        tokens = torch.from_numpy(row.tokens[-model.config.seq_len - 1 :]).to(device)
+    for tokens, num_answer_tokens in texts:
+        tokens = torch.from_numpy(tokens[-model.config.seq_len - 1 :]).to(device)
         inputs.append(tokens[:-1])
-        targets.append(tokens[1:][-row.num_answer_tokens :])  # the first token has no loss
+        targets.append(tokens[1:][-num_answer_tokens:])  # the first token has no loss
     padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B, T)
     with sdpa_kernel(ANY_SHAPE):
         x = model.features(padded)  # (B, T, C)
     counts = [len(answer) for answer in targets]
     # Only the answers' positions go through the head.
-    answers = [x[b, len(inputs[b]) - n : len(inputs[b])] for b, n in enumerate(counts)]
+    answers = []
+    for b, num_answer_tokens in enumerate(counts):
+        end = len(inputs[b])
+        answers.append(x[b, end - num_answer_tokens : end])
     logits = model.head(torch.cat(answers)).float()
     losses = F.cross_entropy(logits, torch.cat(targets), reduction="none")
     return torch.stack([part.sum() for part in losses.split(counts)])
@@ -159,7 +148,11 @@ def right_answers(examples: list[Example], losses: list[np.ndarray]) -> dict[str
     right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
     for example, sums in zip(examples, losses, strict=True):
         num_tokens = [len(choice) for choice in example.choices]
-        right["acc"] += int(sums.argmin() == example.label)
-        right["acc_norm"] += int((sums / example.num_chars).argmin() == example.label)
-        right["acc_norm_tokens"] += int((sums / num_tokens).argmin() == example.label)
+        scores = {
+            "acc": sums,
+            "acc_norm": sums / example.num_chars,
+            "acc_norm_tokens": sums / num_tokens,
+        }
+        for name, values in scores.items():
+            right[name] += int(values.argmin() == example.label)
     return right

@@ -99,6 +99,15 @@ def load_tokenizer(name: str, may_download: bool = False) -> ByteTokenizer | Gpt
     return None
 
 
+def require_tokenizer(name: str) -> ByteTokenizer | Gpt2Tokenizer:
+    """Return a tokenizer. Raise UserError if it is unknown or not here."""
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        cure = f": {vocab_cure()}" if name == "gpt2" else ""
+        raise UserError(f"the tokenizer of the data, {name}, is not here{cure}")
+    return tokenizer
+
+
 @lru_cache
 def token_lengths(name: str) -> np.ndarray | None:
     """Return the bytes per id, int64 (65536,), 0 for <|endoftext|>; None without a tokenizer."""

@@ -7,7 +7,7 @@ import pytest
 from conftest import NEEDS_GPT2, jsonl
 
 from dataloader import VOCAB_SIZES
-from support import evaluate
+from support import evaluate, tokenizer
 from support.errors import UserError
 from support.evaluate import Example, open_examples
 
@@ -74,10 +74,10 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="--download hellaswag"):
             open_examples(str(tmp_path / name), 257, "bytes")
     path = str(jsonl(tmp_path / "a.jsonl", HELLASWAG))
-    with pytest.raises(UserError, match="needs the tokenizer of the data, unknown"):
+    with pytest.raises(UserError, match="the tokenizer of the data, unknown, is not here"):
         open_examples(path, 65, "unknown")
-    monkeypatch.setattr(evaluate, "load_tokenizer", lambda name: None)
-    with pytest.raises(UserError, match="gpt2: fetch .* TIKTOKEN_CACHE_DIR"):
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda name: None)
+    with pytest.raises(UserError, match="gpt2, is not here: fetch .* TIKTOKEN_CACHE_DIR"):
         open_examples(path, 50257, "gpt2")
 
 
