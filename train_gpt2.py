@@ -50,7 +50,7 @@ from support.files import whole_file
 from support.muon import MuonAdamW
 from support.pretrained import Pretrained, load_weights, read
 from support.synonyms import SYNONYMS
-from support.tokenizer import as_json, load_tokenizer, token_lengths
+from support.tokenizer import as_json, load_tokenizer, require_tokenizer, token_lengths
 
 # ---- Flags: each is declared once, here. Start reading at main, at the end -----------------------
 
@@ -117,9 +117,7 @@ class TrainConfig:
     top_k: int = flag(50, "draw among the k likeliest tokens; 0: among all")
 
     # All are on, except those that make this device slower: see device.speed_ups_off.
-    speed_ups: str = flag(
-        "all", "turn on the speed-ups up to this one", choices=UP_TO, group="speed-ups"
-    )
+    speed_ups: str = flag("all", "turn on those up to this one", choices=UP_TO, group="speed-ups")
     tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores", ROUNDS)
     bf16: bool = flag(True, "speed-up 2: bfloat16 where it is safe (autocast)", ROUNDS)
     compile: bool = flag(True, "speed-up 3: torch.compile", ROUNDS)
@@ -133,9 +131,7 @@ class TrainConfig:
     fp16: bool = flag(False, "float16, for GPUs without bfloat16", ROUNDS)
 
     # With --recompute --loss-chunk-tokens 1024, 32 sequences of 124M fit in 8 GB instead of 4.
-    recompute: bool = flag(
-        False, "save memory: backward computes each block again", ROUNDS, group="memory"
-    )
+    recompute: bool = flag(False, "save memory: compute blocks twice", ROUNDS, group="memory")
     micro_batch_size: int = flag(0, "sequences per pass; 0: what fits", ROUNDS)
     loss_chunk_tokens: int = flag(0, "loss in chunks of N tokens", ROUNDS)
 
@@ -222,7 +218,12 @@ def resolve(
     given_flags. The run begins with the weights in source. A resumed run has also saved state."""
     # What somebody has asked for, now or when the run was started. It wins over everything else, or
     # is refused.
-    explicit = kept_flags(state) | typed
+    explicit = {}
+    for f in fields(TrainConfig):
+        # From the checkpoint, never from log.jsonl: a damaged log must not change a run.
+        if state and f.metadata["on_resume"] == KEEP:
+            explicit[f.name] = state["config"].get(f.name, f.default)
+    explicit |= typed
     from_weights = flags_of_weights(source, explicit)
     default_model = {"model": "gpt2" if on.type == "cuda" else "nano"}
     model = (default_model | from_weights | explicit)["model"]
@@ -259,16 +260,6 @@ def given_flags(typed: dict, state: dict | None) -> dict:
     # Typed, not resolved: on another device the defaults of that device hold.
     saved = {name: value for name, value in saved.items() if name in lasting}
     return saved | ladder | typed
-
-
-def kept_flags(state: dict | None) -> dict:
-    """Return the flags that a resumed run must have as they were: from its checkpoint, never from
-    log.jsonl, since a damaged log must not change a run."""
-    flags = {}
-    for f in fields(TrainConfig):
-        if state and f.metadata["on_resume"] == KEEP:
-            flags[f.name] = state["config"].get(f.name, f.default)
-    return flags
 
 
 def flags_of_weights(source: Pretrained | None, explicit: dict) -> dict:
@@ -443,9 +434,10 @@ def train_step(run: Run) -> StepResult:
     # device.
     # full, not tensor: that would copy the number from the CPU, and wait.
     stop_vote = torch.full((), float(run.signals.received), device=world.device)
-    sums = world.sum(torch.stack([loss_of_rank, grad_norm.float(), stop_vote])).tolist()
-    mean_loss = sums[0] / world.size
-    mean_norm = sums[1] / world.size
+    figures = torch.stack([loss_of_rank, grad_norm.float(), stop_vote])
+    loss_sum, norm_sum, num_votes = world.sum(figures).tolist()
+    mean_loss = loss_sum / world.size
+    mean_norm = norm_sum / world.size
 
     notice = ""
     if math.isfinite(mean_loss) and math.isfinite(mean_norm):
@@ -461,7 +453,7 @@ def train_step(run: Run) -> StepResult:
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # frees them: the next pass need not add to zeros
     run.step += 1
-    return StepResult(mean_loss, mean_norm, notice, stop=sums[2] > 0)
+    return StepResult(mean_loss, mean_norm, notice, stop=num_votes > 0)
 
 
 def random_seed(*numbers: int) -> int:
@@ -500,16 +492,6 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
 
 def train(run: Run) -> int:
     """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
-    try:
-        return train_and_evaluate(run)
-    except KeyboardInterrupt:
-        # A signal outside of a step, as in a validation. If every step is saved, nothing is lost.
-        if run.signals.has_unsaved_steps or not run.signals.has_saved:
-            raise
-        return stop(run)
-
-
-def train_and_evaluate(run: Run) -> int:
     config = run.config
     if run.step == 0 and config.init_from:
         save(run)  # others' weights as a checkpoint: so a run of one step converts them
@@ -577,7 +559,7 @@ def log_step(run: Run, result: StepResult, seconds: float):
     run.log.record(**record)
     # The first line of a process always comes: it says that all is well, and how long it will take.
     is_first = len(run.log.recent_seconds) == 1
-    if is_first or result.notice or step % config.log_every == 0 or step == config.steps:
+    if is_first or result.notice or is_due(step, config.log_every, config.steps):
         run.log.print(text)
     if logger.is_drawn(step, config.steps):
         run.losses[step] = result.loss
@@ -590,7 +572,7 @@ def evaluate_if_due(run: Run):
     config = run.config
     if run.step > 0 and not is_due(run.step, config.eval_every, config.steps):
         return
-    # Killed anywhere below, the next process makes the evaluation again: see train_and_evaluate.
+    # Killed anywhere below, the next process makes the evaluation again: see train.
     if config.eval_tokens:
         figures = validate(
             run.model, run.net, run.val_loader, run.data.tokenizer, config, run.world
@@ -671,25 +653,24 @@ def write_samples(run: Run):
 def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) -> Iterator[str]:
     """Yield sample `number` piece by piece: the prompt, and what the network continues it with. Its
     random numbers depend on (seed, number) alone."""
-    tokenizer = load_tokenizer(tokenizer_name)
+    tokenizer = require_tokenizer(tokenizer_name)
     size = model.config.vocab_size
     on = model.lm_head.weight.device
-    rng = torch.Generator(on).manual_seed(random_seed(config.seed, number))
     # A generator of its own: the samples of a run do not depend on when they are drawn.
-    if tokenizer and config.prompt:
-        ids = tokenizer.encode(config.prompt)
-    else:
-        ids = [min(VOCAB_SIZES.get(tokenizer_name, 1), size) - 1]  # <|endoftext|>, before each text
+    rng = torch.Generator(on).manual_seed(random_seed(config.seed, number))
+    # Without a prompt it begins as every document does, with <|endoftext|>.
+    ids = tokenizer.encode(config.prompt) or [VOCAB_SIZES[tokenizer_name] - 1]
     if max(ids) >= size:
         raise UserError(f"--prompt: token {max(ids)}, the network knows 0 to {size - 1}")
-    yield config.prompt if tokenizer else "(tokens, since the vocabulary is not here) "
+    yield config.prompt
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
-    tokens = model.generate(torch.tensor([ids], device=on), rng, config.temperature, config.top_k)
+    beginning = torch.tensor([ids], device=on)
+    tokens = model.generate(beginning, rng, config.temperature, config.top_k)
     for _ in range(config.sample_tokens):
         errors.reset_watchdog()
         with autocast(config, on):  # not around the yield: it would hold for whoever reads this
             token = int(next(tokens))
-        yield decoder.decode(tokenizer.token_bytes(token)) if tokenizer else f"{token} "
+        yield decoder.decode(tokenizer.token_bytes(token))
     yield decoder.decode(b"", final=True)
 
 
@@ -712,7 +693,7 @@ def answers(
 def save(run: Run):
     """Write a checkpoint, by the main rank: all hold the same weights, which is compared first."""
     errors.reset_watchdog()
-    # A rank that has drifted away (a faulty GPU, say) would be invisible in the averaged loss.
+    # A rank that drifts away, as by a faulty GPU, would be invisible in the averaged loss.
     check_ranks_agree(run.model, run.step, run.world)
     run.world.from_main(write_checkpoint, run)
     run.saved_step = run.step
@@ -809,17 +790,13 @@ def finish(run: Run):
 
 def use_weights(typed: dict, world: World) -> int:
     """Evaluate or sample a run's newest checkpoint, or --init-from. Nothing is written."""
-    state = None
-    if "init_from" in typed:
-        source = world.on_all(read, world.from_main(checkpoint.find_weights, typed["init_from"]))
-    else:
-        out_dir = world.from_main(checkpoint.choose_out_dir, typed.get("out_dir", ""), True)
-        path = world.from_main(checkpoint.newest, out_dir)
-        if path is None:
-            cure = "name a run by --out-dir, or --init-from"
-            world.raise_on_all(UserError(f"no checkpoint in {out_dir}: {cure}"))
-        source = world.on_all(read, path)
-        state = checkpoint.read_state(path)
+    # With --init-from it is a folder without a run.
+    resume = "init_from" not in typed
+    out_dir = world.from_main(checkpoint.choose_out_dir, typed.get("out_dir", ""), resume)
+    _, state, source = read_start(typed, out_dir, world)
+    if source is None:
+        cure = "name a run by --out-dir, or --init-from"
+        world.raise_on_all(UserError(f"no checkpoint in {out_dir}: {cure}"))
     # The flags that the run was given (precision, data, prompt) hold here too, unless typed again.
     # Each sample has another length, so compiling would not pay.
     typed = {"compile": False} | given_flags(typed, state)
@@ -903,7 +880,8 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     # The data, which every rank must see alike.
     data, vocab_size, questions = world.from_main(open_data, config, source)
     # Each rank reads its own files: on another machine they may differ, or be missing.
-    world.check_same({"the data": corpus.fingerprint_here(data.train[0].path.parent)})
+    here = world.on_all(corpus.open_folder, data.folder)
+    world.check_same({"the data": here.fingerprint})
     if state:
         world.from_main(check_same_run, state, config, data)
         if state["step"] == config.steps == checkpoint.read_summary(out_dir).get("steps"):
@@ -915,6 +893,7 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     model = GPT(config.shape(vocab_size), config.computation(), config.seed)
     if source:
         load_weights(model, source)
+        check_ranks_agree(model, state["step"] if state else 0, world)
     if not path:
         world.from_main(checkpoint.check_saveable, model, data.tokenizer, out_dir)
     # Weights and two moments in float32, while --keep older checkpoints and the best one are there.
@@ -965,8 +944,8 @@ def read_start(
     in it, and its weights or those of --init-from."""
     path = world.from_main(checkpoint.newest, out_dir)
     if path:
-        world.check_same({"the checkpoint": checkpoint.fingerprint_here(path)})
-        return path, checkpoint.read_state(path), world.on_all(read, path)
+        state = world.from_main(checkpoint.read_state, path)
+        return path, state, world.on_all(read, path)
     if "init_from" in typed:
         weights = world.from_main(checkpoint.find_weights, typed["init_from"])
         return None, None, world.on_all(read, weights)
@@ -1013,9 +992,7 @@ def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
             raise UserError(f"{text}: leave it out, or name another --out-dir")
     # The fingerprint is of the tokens, not of names: a folder may have moved.
     if data.fingerprint != state["data"]:
-        folder = data.train[0].path.parent
-        began = state["config"]["data_dir"] or "none"
-        raise UserError(f"--data-dir {folder} has other tokens than the run began with ({began})")
+        raise UserError(f"--data-dir {data.folder} has other tokens than the run began with")
 
 
 def fit_micro_batch(
@@ -1098,11 +1075,17 @@ def run_program(typed: dict, signals: errors.StopSignals) -> int:
 def set_up_and_train(typed: dict, world: World, signals: errors.StopSignals) -> int:
     # A function of its own, so that run and its DDP are freed before the process group ends.
     run = set_up(typed, world, signals)
-    if run:
+    if run is None:
+        if world.is_main:
+            logger.show("already complete: all --steps are done")
+        return errors.DONE
+    try:
         return train(run)
-    if world.is_main:
-        logger.show("already complete: all --steps are done")
-    return errors.DONE
+    except KeyboardInterrupt:
+        # A signal outside of a step, as in a validation. If every step is saved, nothing is lost.
+        if signals.has_unsaved_steps or not signals.has_saved:
+            raise
+        return stop(run)
 
 
 def main(argv: list[str] | None = None) -> int:

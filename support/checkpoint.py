@@ -258,14 +258,6 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
             raise RuntimeError(f"{saved.path}: {name} is not read as it was saved")
 
 
-def fingerprint_here(path: Path) -> str:
-    """Return what tells a checkpoint from others, as this rank's machine has it."""
-    try:
-        return hashlib.sha256((path / SUMS).read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        return str(error)
-
-
 def find_weights(name: str) -> Path:
     """Return where the weights that --init-from names are: in a run's newest good checkpoint, in a
     file or folder, or in the cache of the Hugging Face hub."""

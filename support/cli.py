@@ -42,12 +42,9 @@ def typed_as(name: str, value) -> str:
 def check_limits(kind: type, values: dict):
     """Raise UserError if one of these values of kind's flags is out of its range."""
     for f in fields(kind):
-        name, value = spell(f.name), values.get(f.name)
-        if isinstance(value, str) and "\0" in value:
-            raise UserError(f"{name} holds a NUL character: leave it out")
-        low, high = f.metadata["min"], f.metadata["max"]
+        value, low, high = values.get(f.name), f.metadata["min"], f.metadata["max"]
         if isinstance(value, int | float) and not low <= value <= high:  # nan is in no range
-            raise UserError(f"{name} {value} must be at least {low} and at most {high}")
+            raise UserError(f"{spell(f.name)} {value} must be at least {low} and at most {high}")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -56,9 +53,6 @@ class OneLineParser(argparse.ArgumentParser):
     synonyms: dict[str, str]  # what the flags of other programs are called here
 
     def error(self, message: str):
-        switch = re.match("argument (--.+)/(--no-.+): ignored explicit", message)
-        if switch:
-            raise UserError(f"{switch[1]} is a switch: type it, or {switch[2]}")
         hint = "see --help"
         if "unrecognized" in message:
             for name in re.findall(r"(?<=\s)--[^\s=]+", message):

@@ -17,6 +17,7 @@ MANIFEST = "manifest.json"  # what prepare_data.py knew of the shards when it wr
 
 @dataclass(frozen=True)
 class TokenFolder:
+    folder: Path
     train: list[Shard]
     val: list[Shard]
     tokenizer: str  # "bytes", "gpt2" or "unknown"
@@ -53,7 +54,7 @@ def open_folder(path: Path) -> TokenFolder:
                     digest.update(shard.read(i * (shard.num_tokens - size) // 63, size))
     if not all(splits.values()):
         raise UserError(f"--data-dir {path} has no shards, or none of one split: {cure}")
-    return TokenFolder(splits["train"], splits["val"], tokenizer, digest.hexdigest()[:16])
+    return TokenFolder(path, splits["train"], splits["val"], tokenizer, digest.hexdigest()[:16])
 
 
 def read_manifest(folder: Path) -> dict:
@@ -84,14 +85,6 @@ def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int)
         if largest >= vocab_size:
             limit = f"the network knows 0 to {vocab_size - 1}"
             raise UserError(f"{shard.path} holds token {largest}, {limit}: prepare the data again")
-
-
-def fingerprint_here(folder: Path) -> str:
-    """Return the fingerprint of the data on this rank's machine, or why it can't be read there."""
-    try:
-        return open_folder(folder).fingerprint
-    except (OSError, ValueError, UserError) as error:
-        return str(error)
 
 
 def own_source(tokenizer: str) -> Path:

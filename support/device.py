@@ -5,7 +5,6 @@ import gc
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ import torch
 from torch import nn
 
 from support.errors import UserError
-from support.files import missing_vocab, vocab_cure
 
 # Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets, by how a card's name begins.
 PEAK_TFLOPS = {
@@ -192,16 +190,6 @@ def device_name(device: torch.device) -> str:
     parts = re.findall(names, cpuinfo(), re.M)
     name = " ".join(dict.fromkeys(parts)) or platform.processor() or platform.machine()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def hints(device: torch.device, tokenizer: str) -> list[str]:
-    """Return lines on what is missing on this machine."""
-    lines = []
-    if device.type == "cpu" and not torch.version.cuda and shutil.which("nvidia-smi"):
-        lines.append("an NVIDIA GPU is here, but this torch is for CPUs: see pytorch.org")
-    if tokenizer == "gpt2" and missing_vocab():
-        lines.append(f"checkpoints lack the tokenizer, which is not here: {vocab_cure()}")
-    return lines
 
 
 def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dict:

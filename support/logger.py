@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections import defaultdict, deque
@@ -18,9 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from support.cli import FREE, ONCE, ROUNDS, spell, typed_as
-from support.device import hints
 from support.errors import UserError, printable
-from support.files import vocab_cure, whole_file
+from support.files import missing_vocab, vocab_cure, whole_file
 
 if TYPE_CHECKING:
     from train_gpt2 import Run
@@ -102,12 +102,11 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
         value = getattr(config, f.name)
         if value != f.default and f.name not in run.typed and f.metadata["on_resume"] != ONCE:
             chosen.append(typed_as(f.name, value))
-    folder = loader.shards[0].path.parent
     source = "" if config.data_dir else " (Python's own source)"
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
-        f"data: {folder}, {run.data.tokenizer}{source}: {epochs:.2f} epochs of {len(loader):,}"
-        f" sequences of {loader.T} tokens; {unused_tokens:,} tokens are unused",
+        f"data: {run.data.folder}, {run.data.tokenizer}{source}: {epochs:.2f} epochs of"
+        f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are unused",
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {optimizer}",
@@ -118,10 +117,20 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
     ]
     if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
         lines.append(f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}")
-    lines += hints(run.world.device, run.data.tokenizer)
+    lines += hints(env, run.data.tokenizer)
     if state:
         lines += changes_since(state, run)
     run.log.print("\n".join(lines))
+
+
+def hints(env: dict, tokenizer: str) -> list[str]:
+    """Return lines on what is missing on this machine."""
+    lines = []
+    if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):
+        lines.append("an NVIDIA GPU is here, but this torch is for CPUs: see pytorch.org")
+    if tokenizer == "gpt2" and missing_vocab():
+        lines.append(f"checkpoints lack the tokenizer, which is not here: {vocab_cure()}")
+    return lines
 
 
 def changes_since(state: dict, run: "Run") -> list[str]:

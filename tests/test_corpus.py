@@ -165,10 +165,9 @@ def test_with_a_manifest_the_fingerprint_is_of_its_sha256s(prepared):
     before = open_folder(prepared).fingerprint
     os.rename(prepared / "train_000000.bin", prepared / "other.bin")
     rewrite(prepared, ("train", "shards", 0, "name"), "other.bin")
-    assert open_folder(prepared).fingerprint == before == corpus.fingerprint_here(prepared)
+    assert open_folder(prepared).fingerprint == before
     rewrite(prepared, ("train", "shards", 0, "sha256"), "0" * 64)
     assert open_folder(prepared).fingerprint != before
-    assert "is not a folder of tokens" in corpus.fingerprint_here(prepared / "nowhere")
 
 
 def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):

@@ -386,6 +386,9 @@ def other_machine(what: str, rank: int):
     if what == "other data":
         Path("other/data/manifest.json").unlink()
         flip(min(Path("other/data").glob("train*")), 8 * 1100)
+    if what == "other weights":
+        shutil.copytree("run", "other/run")
+        flip(max(Path("other/run").glob("step_*")) / "model.safetensors", -100)
     os.chdir("other")
 
 
@@ -420,7 +423,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "shards that are gone": (at("log_step", 3, break_shards, "link"), 1, 6, "train_0000", []),
     "a small disk": (partial(little_room, 10_000), 1, 2, "need 0.0 GB, and 0.0 GB are free", None),
     "other data": (partial(other_machine, "other data"), 2, 2, "data is .* on rank 1 and", None),
-    "no data": (partial(other_machine, "no data"), 2, 2, "the data is .* on rank 1 and ", None),
+    "no data": (partial(other_machine, "no data"), 2, 2, "data is not a folder of tokens", None),
     "a port in use": (port_in_use, 1, 2, "the ranks can't connect at 127.0.0.1:", None),
     "a neighbour vanishes": (vanishing_neighbour, 1, 0, "", [12, 10]),
     "no picture": (at("logger.draw_losses", 1, raise_error, IO_ERROR), 1, 0, "", [12, 10]),
@@ -458,11 +461,16 @@ def test_a_resume_needs_no_room_for_the_checkpoints_that_are_there(trial):
     trial.goes_on(inject=partial(little_room, 3 * 12 * 34_300))
 
 
-def test_ranks_whose_machines_hold_other_checkpoints_do_not_start(trial):
+@pytest.mark.parametrize("what", ["no checkpoint", "other weights"])
+def test_ranks_whose_machines_hold_other_checkpoints_do_not_start(trial, what):
     """DDP would hide it: it gives the weights of the main rank to all, but no moments."""
     trial.train(kill_after=7)
-    code, _, err = trial.train(2, partial(other_machine, "no checkpoint"))
-    assert code == 2 and len(err.splitlines()) == 1, err
+    code, _, err = trial.train(2, partial(other_machine, what))
+    if what == "no checkpoint":
+        err = (trial.folder / "rank1.err").read_text()
+    words = {"no checkpoint": "there is no such file", "other weights": "rank 1 holds other weigh"}
+    assert code == {"no checkpoint": 2, "other weights": 4}[what]
+    assert len(err.splitlines()) == 1 and words[what] in err, err
 
 
 # ---- What is beside a run ------------------------------------------------------------------------

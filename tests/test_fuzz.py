@@ -122,6 +122,7 @@ def test_any_flag_may_be_given_anything(data_dir, tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     names = st.sampled_from([spell(f.name) for f in fields(train_gpt2.TrainConfig)])
     texts = TEXTS | NUMBERS.map(str) | st.sampled_from(["--", "-", "=", "1e", "9" * 40])
+    texts = texts.filter(lambda text: "\0" not in text)  # no argument of a program holds one
 
     @each_case
     @given(names, texts, names, texts, st.booleans())
