@@ -961,10 +961,12 @@ def open_data(
     if not folder:
         # Weights know one tokenizer. Without them the large models prefer GPT-2's tokens, if
         # Python's own source is there in them, or can be prepared.
-        has_gpt2 = os.path.exists("data/stdlib-gpt2") or load_tokenizer("gpt2")
-        wants_gpt2 = has_gpt2 and config.model != "nano"
         if source:
             wants_gpt2 = source.tokenizer != "bytes"
+        elif config.model == "nano":
+            wants_gpt2 = False
+        else:
+            wants_gpt2 = os.path.exists("data/stdlib-gpt2") or load_tokenizer("gpt2")
         folder = corpus.own_source("gpt2" if wants_gpt2 else "bytes")
     try:
         data = corpus.open_folder(Path(folder))
