@@ -171,7 +171,8 @@ def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pret
             sizes = f"{tuple(tensor.shape)}, not {tuple(expected[name].shape)}"
             raise UserError(f"{path}: {name} has the shape {sizes}")
         weights[name] = tensor.detach().float()
-        if not tensor.is_floating_point() or not weights[name].isfinite().all():
+        # An inf or nan survives a sum, which takes a tenth of the time of isfinite().all().
+        if not tensor.is_floating_point() or not weights[name].sum().isfinite():
             raise UserError(f"{path}: {name} holds a value that is not finite")
     return Pretrained(path, config, weights, tokenizer or tokenizer_of(config.vocab_size))
 
