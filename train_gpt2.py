@@ -25,6 +25,7 @@ if __name__ == "__main__":
     end_with_torchrun()
 
 import codecs
+import gc
 import math
 import shlex
 import time
@@ -894,6 +895,8 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     if source:
         load_weights(model, source)
         check_ranks_agree(model, state["step"] if state else 0, world)
+    if not path:
+        world.from_main(checkpoint.check_saveable, model, data.tokenizer, out_dir)
     # Weights and two moments in float32, while --keep older checkpoints and the best one are there.
     num_more = max(1, config.keep + 2 - len(checkpoint.checkpoints(out_dir)))
     num_bytes = 12 * sum(p.numel() for p in model.parameters())
@@ -926,8 +929,6 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     )
     if state:
         restore(run, path, state)
-    else:
-        world.from_main(checkpoint.check_saveable, model, data.tokenizer, out_dir)
     # After its first backward pass DDP rebuilds its gradient buckets, and adds up in another order
     # from then on. So every process does that before it trains, or a resumed run would differ from
     # the uninterrupted one in the last bits.
@@ -1040,7 +1041,9 @@ def pass_fits(net: nn.Module, model: GPT, config: TrainConfig, world: World) -> 
             raise
         fits = False
     held.clear()
-    device.free_memory()
+    if not fits:
+        gc.collect()  # what the failed pass has left behind
+    device.empty_cache()
     return all(world.gather(fits))
 
 

@@ -1,7 +1,6 @@
 """What this machine can do: its speed-ups, its memory, its own speed, and its name for the log."""
 
 import ctypes
-import gc
 import os
 import platform
 import re
@@ -127,9 +126,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(pattern, str(error)))
 
 
-def free_memory():
-    """Give back what a failed attempt has left behind."""
-    gc.collect()
+def empty_cache():
+    """Give the memory that PyTorch keeps for later back to the GPU."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
