@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 from multiprocessing import get_context, parent_process
@@ -35,13 +36,13 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from dataloader import TOKEN, VOCAB_SIZES, ShardError, open_shard, shard_header
+from dataloader import HEADER_BYTES, TOKEN, VOCAB_SIZES, ShardError, open_shard, shard_header
 from support.cli import flag, parse, spell
 from support.corpus import MANIFEST, read_manifest
 from support.errors import DISK_ERRNOS, INTERRUPTED, DiskError, UserError, printable
 from support.files import sync, whole_file
 from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
-from support.tokenizer import load_tokenizer
+from support.tokenizer import load_tokenizer, missing_vocab
 
 DATASETS = {  # on the hub, and how their shards are called
     "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),  # 1,001 shards
@@ -62,7 +63,7 @@ class PrepareConfig:
     shard_tokens: int = flag(100_000_000, "tokens per shard", min=1024)
     val_fraction: float = flag(0.01, "share of documents for validation", min=1e-5, max=0.5)
     seed: int = flag(1337, "of the draw of these documents", min=0)
-    workers: int = flag(0, "processes; for gpt2 by default one per core", min=0, max=61)
+    workers: int = flag(0, "processes for gpt2's tokens, by default one per core", min=0, max=61)
     shards: int = flag(100, "training shards of 100M tokens", min=1)
 
     @property
@@ -112,18 +113,11 @@ def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int
         yield is_val, size, text
 
 
-def has_validation(reader: Reader, config: PrepareConfig) -> bool:
-    """Return whether any document with text is drawn for validation. Read until one is."""
-    for is_val, size, _ in documents(Reader(reader.files, reader.text_field), config):
-        if is_val and size:
-            return True
-    return False
-
-
 def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
     """Yield all text. If there are too few documents for one to be drawn, as with a book, the last
     tenth of each is for validation."""
-    cuts_each = not has_validation(reader, config)
+    peek = Reader(reader.files, reader.text_field)
+    cuts_each = not any(is_val and size for is_val, size, _ in documents(peek, config))
     numbers = count(1)
     parts = {"train": [], "val": []}  # of the batches that grow
     sizes = {"train": 0, "val": 0}  # their bytes
@@ -184,9 +178,11 @@ def end_with_parent():
 
 
 def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Yield each batch with its tokens, in order. Without workers this process does the work."""
-    load_tokenizer(config.tokenizer, may_download=True)  # once, before each worker would
-    if not config.workers:
+    """Yield each batch with its tokens, in order. Without workers this process does the work; and
+    for bytes, where passing a batch to another one would take longer than its tokens."""
+    if config.tokenizer == "gpt2" and missing_vocab():
+        load_tokenizer("gpt2", may_download=True)  # once, before each worker would
+    if not config.workers or config.tokenizer == "bytes":
         for batch in todo:
             yield batch, tokenize(config.tokenizer, batch.parts)
         return
@@ -194,7 +190,7 @@ def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Ba
         running = deque()
         for batch in todo:
             running.append((batch, pool.submit(tokenize, config.tokenizer, batch.parts)))
-            if len(running) > 4 * config.workers:  # enough for no worker to wait
+            if len(running) > 4 * config.workers + 16:  # enough while a shard is synchronized
                 batch, future = running.popleft()
                 yield batch, future.result()
         for batch, future in running:
@@ -202,54 +198,75 @@ def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Ba
 
 
 class Split:
-    """The shards of one split, and the tokens that do not fill one yet."""
+    """The shards of one split, the last of which is being written."""
 
     def __init__(self, folder: Path, name: str, manifest: dict):
         self.folder = folder
         self.name = name
         self.manifest = manifest
         self.shards = manifest[name]["shards"]
-        self.buffer = np.empty(manifest["flags"]["shard_tokens"], TOKEN)  # no memory until filled
-        self.num_tokens = 0  # in the buffer
+        self.shard_tokens = manifest["flags"]["shard_tokens"]
+        self.file: BinaryIO | None = None  # of the shard that is being written
+        self.num_tokens = 0  # in it
         # The last batch of which there are tokens: its number, and how many of its tokens.
         self.end = self.shards[-1]["end"] if self.shards else [0, 0]
 
     def add(self, batch: Batch, tokens: np.ndarray):
-        """Append the tokens of a batch, less those that are in shards; write what is full."""
+        """Write the tokens of a batch, less those that are in shards already."""
         start = self.end[1] if self.end[0] == batch.number else 0
         while start < len(tokens):
-            part = tokens[start : start + len(self.buffer) - self.num_tokens]
-            self.buffer[self.num_tokens : self.num_tokens + len(part)] = part
+            if self.file is None:
+                self.path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
+                self.file = open(self.path.with_suffix(".tmp"), "wb")
+                self.file.write(shard_header(0))  # until the number of tokens is known
+            part = tokens[start : start + self.shard_tokens - self.num_tokens]
+            self.file.write(part.data)  # at once, while it is in the processor's cache
             self.num_tokens += len(part)
             start += len(part)
             self.end = [batch.number, start]
-            if self.num_tokens == len(self.buffer):
-                self.write()
+            if self.num_tokens == self.shard_tokens:
+                self.finish_shard()
 
-    def write(self):
-        """Write the buffer as a shard."""
-        entry = {"name": f"{self.name}_{len(self.shards):06d}.bin", "end": self.end}
-        tokens = self.buffer[: self.num_tokens]
-        write_shard(self.folder, self.manifest, self.name, entry, tokens)
+    def finish_shard(self):
+        self.file.seek(0)
+        self.file.write(shard_header(self.num_tokens))
+        self.close()
         self.num_tokens = 0
+        publish_shard(self.path.with_suffix(".tmp"), self.path, self.name, self.manifest, self.end)
+
+    def close(self):
+        if self.file:
+            self.file.close()
+            self.file = None
 
 
-def write_shard(folder: Path, manifest: dict, split: str, entry: dict, tokens: np.ndarray):
-    """Write a shard called entry["name"], and the manifest with its entry."""
-    path = folder / entry["name"]
-    with whole_file(path) as file:
-        file.write(shard_header(len(tokens)))
-        file.write(tokens.data)
+def publish_shard(source: Path, path: Path, split: str, manifest: dict, end: list | None = None):
+    """Rename a whole shard from source to path, and write the manifest with its entry."""
+    with open(source, "rb+") as file:
+        os.fsync(file.fileno())
+        content = file.read()
+    os.replace(source, path)
+    sync(path.parent)
+    tokens = np.frombuffer(content, TOKEN, offset=HEADER_BYTES)
     end_of_text = VOCAB_SIZES[manifest["tokenizer"]["name"]] - 1
-    entry["tokens"] = len(tokens)
-    entry["documents"] = int(np.count_nonzero(tokens == end_of_text))
-    entry["largest_id"] = int(tokens.max())
-    entry["sha256"] = sha256_of(path)
+    num_documents = 0
+    for start in range(0, len(tokens), PIECE):  # in parts that fit into the cache
+        part = tokens[start : start + PIECE]
+        num_documents += int(np.count_nonzero(part == end_of_text))
+    entry = {
+        "name": path.name,
+        "tokens": len(tokens),
+        "documents": num_documents,
+        "largest_id": int(tokens.max()),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    if end:
+        entry["end"] = end
     shards = manifest[split]["shards"]
     shards[:] = [old for old in shards if old["name"] != path.name]  # it may be a damaged one
     shards.append(entry)
     shards.sort(key=lambda shard: shard["name"])
-    with whole_file(folder / MANIFEST) as file:
+    with whole_file(path.with_name(MANIFEST)) as file:
         file.write(json.dumps(manifest, indent=1).encode())
 
 
@@ -295,17 +312,21 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
     # What is in shards is read again, since that tells where documents begin, but not tokenized.
     todo = (batch for batch in batches(reader, config) if batch.number >= ends[batch.split])
     total = sum(map(os.path.getsize, reader.files))
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+    with (
+        closing(splits["train"]),
+        closing(splits["val"]),
+        tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar,
+    ):
         for batch, tokens in tokenized(todo, config):
             splits[batch.split].add(batch, tokens)
             bar.update(reader.position - bar.n)
-    for name, split in splits.items():
-        if not split.shards and split.num_tokens < 2:  # an input and its target
-            reasons = "; ".join(["add more text", *notes(reader)])
-            raise UserError(f"--input has {split.num_tokens} tokens for {name}: {reasons}")
-    for split in splits.values():
-        if split.num_tokens:
-            split.write()
+        for name, split in splits.items():
+            if not split.shards and split.num_tokens < 2:  # an input and its target
+                reasons = "; ".join(["add more text", *notes(reader)])
+                raise UserError(f"--input has {split.num_tokens} tokens for {name}: {reasons}")
+        for split in splits.values():
+            if split.num_tokens:
+                split.finish_shard()
 
 
 # ---- Commands ------------------------------------------------------------------------------------
@@ -402,10 +423,11 @@ def download(config: PrepareConfig):
         path = fetch(repository, name, folder)
         try:
             shard = replace(open_shard(path), max_id=VOCAB_SIZES["gpt2"] - 1)
-            tokens = shard.read(0, shard.num_tokens)
-        finally:
-            path.unlink()  # if it is damaged, so that it is fetched again
-        write_shard(folder, manifest, split, {"name": name}, tokens)
+            shard.read(0, shard.num_tokens)  # raises if an id is larger
+        except ShardError:
+            path.unlink()  # so that it is fetched again
+            raise
+        publish_shard(path, folder / name, split, manifest)
     report(folder, manifest, [])
 
 

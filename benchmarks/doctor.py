@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(machine.REPO))
 from support.device import matmul_tflops
-from support.files import missing_vocab
+from support.tokenizer import missing_vocab
 
 SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad_vocab", "fused")
 

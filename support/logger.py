@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from support.cli import FREE, ONCE, ROUNDS, spell, typed_as
 from support.errors import UserError, printable
-from support.files import missing_vocab, vocab_cure, whole_file
+from support.files import whole_file
+from support.tokenizer import missing_vocab, vocab_cure
 
 if TYPE_CHECKING:
     from train_gpt2 import Run

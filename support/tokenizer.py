@@ -1,14 +1,19 @@
 """The two tokenizers: bytes, and GPT-2's by tiktoken, with their files for Hugging Face's tools."""
 
+import hashlib
 import json
+import os
+import tempfile
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from dataloader import VOCAB_SIZES
 from support.errors import DISK_ERRNOS, UserError
-from support.files import missing_vocab, vocab_cure, vocab_files
 
+VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+VOCAB_URLS = [VOCAB_URL + "vocab.bpe", VOCAB_URL + "encoder.json"]
 END_OF_TEXT = "<|endoftext|>"  # the last id of both, before each document
 
 
@@ -87,6 +92,22 @@ class Gpt2Tokenizer:
             "vocab.json": vocab.read_bytes(),
             "tokenizer_config.json": as_json(config),
         }
+
+
+def vocab_files() -> list[Path]:
+    """Return where tiktoken keeps GPT-2's two files: under the SHA-1 of their address."""
+    folder = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
+    return [Path(folder, hashlib.sha1(url.encode()).hexdigest()) for url in VOCAB_URLS]
+
+
+def missing_vocab() -> list[Path]:
+    return [path for path in vocab_files() if not path.exists()]
+
+
+def vocab_cure() -> str:
+    pairs = [f"{url} as {path.name}" for url, path in zip(VOCAB_URLS, vocab_files(), strict=True)]
+    return f"fetch {' and '.join(pairs)} elsewhere, and set TIKTOKEN_CACHE_DIR to their folder"
 
 
 @lru_cache

@@ -37,7 +37,7 @@ import prepare_data
 import train_gpt2
 from support import checkpoint
 from support.cli import spell
-from support.files import missing_vocab
+from support.tokenizer import missing_vocab
 
 torch.backends.mps.is_available = lambda: False
 

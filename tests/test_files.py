@@ -24,13 +24,3 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
         f.write(b"new")
     assert (tmp_path / "mine").read_text() == "precious"
     assert (tmp_path / "a").read_bytes() == b"new"
-
-
-def test_missing_vocab_names_the_files_that_tiktoken_looks_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    names = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
-    assert files.missing_vocab() == [tmp_path / name for name in names]
-    assert all(name in files.vocab_cure() for name in (*names, "TIKTOKEN_CACHE_DIR"))
-    for name in names:
-        (tmp_path / name).touch()
-    assert files.missing_vocab() == []

@@ -8,7 +8,7 @@ import pytest
 from conftest import NEEDS_GPT2, records, run
 
 from dataloader import VOCAB_SIZES
-from support.tokenizer import load_tokenizer, token_lengths
+from support.tokenizer import load_tokenizer, missing_vocab, token_lengths, vocab_cure
 
 EITHER = pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
 TEXTS = [
@@ -69,3 +69,13 @@ def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_p
         out_dir = run(tmp_path, data_dir, name, prompt="abc ", sample_tokens=200)
         texts.append(records(out_dir, "sample")[12])
     assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 100
+
+
+def test_missing_vocab_names_the_files_that_tiktoken_looks_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    names = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    assert missing_vocab() == [tmp_path / name for name in names]
+    assert all(name in vocab_cure() for name in (*names, "TIKTOKEN_CACHE_DIR"))
+    for name in names:
+        (tmp_path / name).touch()
+    assert missing_vocab() == []
