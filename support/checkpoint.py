@@ -31,7 +31,7 @@ from support import pretrained
 from support.errors import DiskError, NoGoodCheckpoint, UserError, print_error
 from support.files import sync
 from support.logger import LOG
-from support.tokenizer import as_json, load_tokenizer
+from support.tokenizer import ByteTokenizer, Gpt2Tokenizer, as_json, load_tokenizer
 
 FORMAT = 2  # of state.json
 SUMS = "SHA256SUMS"
@@ -269,3 +269,13 @@ def find_weights(name: str) -> Path:
     if (path / SUMS).is_file():
         verify(path)
     return path
+
+
+def load_model(name: str) -> tuple[GPT, ByteTokenizer | Gpt2Tokenizer | None]:
+    """Return the network in a run's newest checkpoint, or whatever else --init-from takes, and its
+    tokenizer; None if that is not here. Raise UserError if there is no network, or a damaged one.
+    For notebooks: the trainer itself does not call it."""
+    source = pretrained.read(find_weights(name))
+    model = GPT(source.shape).eval()
+    pretrained.load_weights(model, source)
+    return model, load_tokenizer(source.tokenizer)

@@ -8,16 +8,25 @@ import pytest
 import torch
 from conftest import digest, each_flipped, flags, losses, train
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 import train_gpt2
 from model import GPT, GPTConfig
 from support import checkpoint, pretrained
-from support.checkpoint import DamagedCheckpoint, check_readable, checkpoints, save, verify
+from support.checkpoint import (
+    DamagedCheckpoint,
+    check_readable,
+    checkpoints,
+    load_model,
+    save,
+    verify,
+)
 from support.errors import NoGoodCheckpoint, UserError
 from support.pretrained import load_weights, read
 from train_gpt2 import TrainConfig, make_optimizer
 
 SHAPE = GPTConfig(vocab_size=5, seq_len=2, n_layer=1, n_head=1, n_embd=4)
+LN_F = "transformer.ln_f.weight"
 MUON = pytest.mark.parametrize("muon", [False, True])
 
 
@@ -91,6 +100,17 @@ def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
     path = save(tmp_path, model, optimizer, {"step": 4, "tokenizer": "unknown"})
     with pytest.raises(UserError, match="lacks .*ln_f"):
         check_readable(path, model, optimizer)
+
+
+def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path):
+    for name in (whole[1], whole[1] / "step_000010", whole[1] / "step_000012/model.safetensors"):
+        model, tokenizer = load_model(str(name))
+        assert tokenizer.encode("a") == [97] and not model.training
+        idx = torch.tensor([tokenizer.encode("def")])
+        assert model.logits(idx).shape == (1, 3, model.config.num_rows)
+    assert_close(model.transformer.ln_f.weight, read(whole[1] / "step_000012").weights[LN_F])
+    with pytest.raises(UserError, match="nor on the hub"):
+        load_model(str(tmp_path / "nothing"))
 
 
 def test_a_network_that_can_not_be_saved_fails_before_the_first_step(
