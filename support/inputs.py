@@ -153,12 +153,14 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
 def elements(stream: io.TextIOWrapper) -> Iterator:
     """Yield the elements of a JSON array, which may be larger than the memory."""
     decode = json.JSONDecoder().raw_decode
-    text, block = "", stream.read(1 << 14).lstrip()[1:].lstrip()
+    text, block = "", stream.read(1 << 14).lstrip()[1:]
     while block and len(text) < 1 << 28:
-        text += block
+        text = (text + block).lstrip(" \t\r\n,")
         with suppress(ValueError):  # the last element of text is not whole yet
             while not text.startswith("]"):
                 value, end = decode(text)
+                if end == len(text):
+                    break  # a number may go on in the next block
                 yield value
                 text = text[end:].lstrip(" \t\r\n,")
         # Little at a time, since each element copies what follows it.

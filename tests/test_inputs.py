@@ -201,6 +201,20 @@ def test_an_array_larger_than_what_is_read_at_a_time(tmp_path):
     assert read_all(tmp_path / "a.json")[0] == [text.encode() for text in texts]
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_is_read_wherever_its_elements_begin_and_end(indent, tmp_path):
+    """One of them ends where what is read at a time does, and a number goes on behind it."""
+    for size in (*range(16_340, 16_390), *range(32_700, 32_770)):
+        content = ["x" * size, "b", 12345678, "c"]
+        (tmp_path / "a.json").write_text(json.dumps(content, indent=indent))
+        texts, notes = read_all(tmp_path / "a.json")
+        assert texts == [content[0].encode(), b"b", b"c"] and len(notes) == 1, size
+        assert next(iter(notes.values())) == 1, size
+    content = [str(i) * (i % 7 + 1) for i in range(30_000)]
+    (tmp_path / "a.json").write_text(json.dumps(content, indent=indent))
+    assert read_all(tmp_path / "a.json")[0] == [text.encode() for text in content]
+
+
 def test_json_that_is_no_array_is_a_text(tmp_path):
     (tmp_path / "package.json").write_bytes(b'{"name": "x"}')
     assert read_all(tmp_path / "package.json") == ([b'{"name": "x"}'], {})
