@@ -178,8 +178,7 @@ def end_with_parent():
 
 
 def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Yield each batch with its tokens, in order. Without workers this process does the work; and
-    for bytes, where passing a batch to another one would take longer than its tokens."""
+    """Yield each batch with its tokens, in order. For bytes workers would take longer than none."""
     if config.tokenizer == "gpt2" and missing_vocab():
         load_tokenizer("gpt2", may_download=True)  # once, before each worker would
     if not config.workers or config.tokenizer == "bytes":
@@ -309,7 +308,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
     """Write the shards and the manifest that are not in folder yet."""
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
     ends = {name: split.end[0] for name, split in splits.items()}
-    # What is in shards is read again, since that tells where documents begin, but not tokenized.
+    # Batches in shards are read again, since documents must be counted, but not tokenized.
     todo = (batch for batch in batches(reader, config) if batch.number >= ends[batch.split])
     total = sum(map(os.path.getsize, reader.files))
     with (

@@ -39,7 +39,7 @@ def files_in(inputs: list[str]) -> list[str]:
         path = Path(name)
         tops = [name]
         if not os.path.exists(name):
-            with suppress(ValueError, OSError):  # no pattern, or too long a name
+            with suppress(ValueError, OSError):  # not a valid pattern, or too long a name
                 # Unlike glob's, pathlib's ** does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         below = [str(top) for top in tops]
