@@ -109,11 +109,14 @@ def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> 
             tokens = np.concatenate([example.context, choice]).astype(np.int64)
             texts.append((tokens, len(choice)))
     losses = np.zeros(len(texts))
-    # Texts of similar length share a pass, since all are padded to the longest.
+    # Texts of similar length share a pass, since all are padded to the longest: the last one.
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
-    for start in range(0, len(texts), 64):
+    tokens_per_pass = 16384 if device.type == "cuda" else 2048
+    while order:
         reset_watchdog()
-        batch = order[start : start + 64]
+        num_texts = max(1, tokens_per_pass // len(texts[order[-1]][0]))
+        batch = order[-num_texts:]
+        del order[-num_texts:]
         losses[batch] = answer_losses(model, [texts[i] for i in batch], device).tolist()
     in_order = iter(losses)
     return [np.array([next(in_order) for _ in example.choices]) for example in examples]
