@@ -215,8 +215,9 @@ def read_flags(argv: list[str]) -> dict:
 def resolve(
     typed: dict, state: dict | None, source: Pretrained | None, on: torch.device
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the flags of the run, and why some speed-ups are off, by name. typed are those of
-    given_flags. The run begins with the weights in source. A resumed run has also saved state."""
+    """Return the flags of the run, and why some speed-ups are off, by name. typed is what
+    given_flags returns. The run begins with the weights in source; a resumed one also has the
+    state of its checkpoint."""
     # What somebody has asked for, now or when the run was started. It wins over everything else, or
     # is refused.
     explicit = {}
@@ -243,8 +244,8 @@ def resolve(
 
 
 def given_flags(typed: dict, state: dict | None) -> dict:
-    """Return the flags that were typed, now or in the processes before: what a resume takes as
-    typed. --speed-ups stands for the flags that it turns on and off."""
+    """Return the flags that were typed, now or for earlier processes of this run. --speed-ups
+    stands for the flags that it turns on and off."""
     saved = state["typed"] if state else {}
     ladder = {}
     if "speed_ups" in typed:
@@ -277,7 +278,7 @@ def flags_of_weights(source: Pretrained | None, explicit: dict) -> dict:
     for name, value in flags.items():
         wanted = explicit.get(name, value)
         if name == "model" or (name == "seq_len" and wanted < value):
-            continue  # another recipe, or the first positions of the weights
+            continue  # allowed: another recipe, or fewer positions than the weights have
         if wanted != value:
             raise UserError(f"{typed_as(name, wanted)}: {source.path} has {value}: leave it out")
     return flags | FINETUNE if explicit.get("init_from") else flags
@@ -371,7 +372,7 @@ class Run:
     """A run: first what stays, then what each step changes, which a checkpoint holds."""
 
     config: TrainConfig
-    typed: dict  # the flags that were typed, now or in the processes before
+    typed: dict  # the flags that were typed, now or for earlier processes of this run
     world: World
     out_dir: Path
     lock: FileLock  # keeps other runs out of out_dir
@@ -578,7 +579,7 @@ def evaluate_if_due(run: Run):
         figures = validate(
             run.model, run.net, run.val_loader, run.data.tokenizer, config, run.world
         )
-        # Only of what is saved, so that the best is on the disk; and nan is neither best nor worst.
+        # Record only saved steps, so that the best one is on the disk; nan is no candidate.
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
             run.val_losses[run.step] = figures["val_loss"]
         run.log.record(step=run.step, **figures)
@@ -597,7 +598,7 @@ def evaluate_if_due(run: Run):
             logger.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
         except Exception as error:  # a picture is no reason to end a run
             run.log.print(f"no loss.png: {error}")
-    # The others wait here for the main rank, and not in a step: so a signal stops all at once.
+    # All ranks wait here, outside of a step, so that a signal stops all of them at once.
     run.world.gather(None)
 
 
@@ -660,7 +661,7 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
     # A generator of its own: the samples of a run do not depend on when they are drawn.
     rng = torch.Generator(on).manual_seed(random_seed(config.seed, number))
     # Without a prompt it begins as every document does, with <|endoftext|>.
-    ids = tokenizer.encode(config.prompt) or [VOCAB_SIZES[tokenizer_name] - 1]
+    ids = tokenizer.encode(config.prompt) or [min(VOCAB_SIZES[tokenizer_name], size) - 1]
     if max(ids) >= size:
         raise UserError(f"--prompt: token {max(ids)}, the network knows 0 to {size - 1}")
     yield config.prompt
@@ -791,9 +792,9 @@ def finish(run: Run):
 
 def use_weights(typed: dict, world: World) -> int:
     """Evaluate or sample a run's newest checkpoint, or --init-from. Nothing is written."""
-    # With --init-from it is a folder without a run.
-    resume = "init_from" not in typed
-    out_dir = world.from_main(checkpoint.choose_out_dir, typed.get("out_dir", ""), resume)
+    out_dir = None
+    if "init_from" not in typed:
+        out_dir = world.from_main(checkpoint.choose_out_dir, typed.get("out_dir", ""), True)
     _, state, source = read_start(typed, out_dir, world)
     if source is None:
         cure = "name a run by --out-dir, or --init-from"
@@ -897,10 +898,7 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         check_ranks_agree(model, state["step"] if state else 0, world)
     if not path:
         world.from_main(checkpoint.check_saveable, model, data.tokenizer, out_dir)
-    # Weights and two moments in float32, while --keep older checkpoints and the best one are there.
-    num_more = max(1, config.keep + 2 - len(checkpoint.checkpoints(out_dir)))
-    num_bytes = 12 * sum(p.numel() for p in model.parameters())
-    world.from_main(checkpoint.check_disk_space, out_dir, num_more * num_bytes)
+    world.from_main(checkpoint.check_disk_space, out_dir, model, config.keep)
     if is_new:
         world.from_main(checkpoint.take_folder, out_dir, lock, is_new)
     model.to(world.device)
@@ -939,12 +937,14 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
 
 
 def read_start(
-    typed: dict, out_dir: Path, world: World
+    typed: dict, out_dir: Path | None, world: World
 ) -> tuple[Path | None, dict | None, Pretrained | None]:
     """Return what a run begins with, None for what there is not: its newest checkpoint, the state
     in it, and its weights or those of --init-from."""
-    path = world.from_main(checkpoint.newest, out_dir)
+    path = world.from_main(checkpoint.newest, out_dir) if out_dir else None
     if path:
+        # On another machine there may be another checkpoint of this name, or a part of one.
+        world.check_same({"the checkpoint": checkpoint.fingerprint_here(path)})
         state = world.from_main(checkpoint.read_state, path)
         return path, state, world.on_all(read, path)
     if "init_from" in typed:

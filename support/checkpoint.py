@@ -86,8 +86,12 @@ def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def check_disk_space(out_dir: Path, num_bytes: int):
-    """Raise UserError if the disk of out_dir, which may not exist yet, has less than num_bytes."""
+def check_disk_space(out_dir: Path, model: GPT, keep: int):
+    """Raise UserError if the disk of out_dir, which may not exist yet, has no room for the
+    checkpoints that are to come: while one is written, `keep` older ones and the best are there."""
+    num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
+    # Weights and two moments in float32.
+    num_bytes = num_more * 12 * sum(p.numel() for p in model.parameters())
     parents = [out_dir.absolute(), *out_dir.absolute().parents]
     free = shutil.disk_usage(next(path for path in parents if path.exists())).free
     if free < num_bytes:
@@ -256,6 +260,16 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
     for name, p in model.named_parameters():
         if not torch.equal(p.detach().cpu()[: len(saved.weights[name])], saved.weights[name]):
             raise RuntimeError(f"{saved.path}: {name} is not read as it was saved")
+
+
+def fingerprint_here(path: Path) -> str:
+    """Return what tells a checkpoint from others, as this rank's machine has it."""
+    try:
+        names = sorted(file.name for file in path.iterdir())
+        digests = (path / SUMS).read_bytes()
+    except OSError as error:
+        return str(error)
+    return hashlib.sha256(f"{names} {digests}".encode()).hexdigest()[:16]
 
 
 def find_weights(name: str) -> Path:

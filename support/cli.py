@@ -53,6 +53,9 @@ class OneLineParser(argparse.ArgumentParser):
     synonyms: dict[str, str]  # what the flags of other programs are called here
 
     def error(self, message: str):
+        switch = re.match("argument (--.+)/(--no-.+): ignored explicit", message)
+        if switch:
+            raise UserError(f"{switch[1]} is a switch: type it, or {switch[2]}")
         hint = "see --help"
         if "unrecognized" in message:
             for name in re.findall(r"(?<=\s)--[^\s=]+", message):

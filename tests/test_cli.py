@@ -149,7 +149,7 @@ MISTAKES = {
     "--decay-to 1.5": "--decay-to 1.5 must be at least 0 and at most 1",
     "--model gpt3": "--model: invalid choice: 'gpt3'",
     "--lerning-rate 3": "--lerning-rate 3; did you mean --learning-rate?",
-    "--compile=0": "--compile/--no-compile: ignored explicit argument",
+    "--compile=0": "--compile is a switch: type it, or --no-compile",
     "--out-dir=": "--out-dir is empty: name one, or leave it out",
     "--steps=--": "-- ends the flags, and is not a value",
     "--steps 12 --warmup-steps 99": "--steps 12: try --warmup-steps 2",

@@ -464,6 +464,12 @@ def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, cap
     assert snapshot(out_dir) == before
 
 
+def test_init_from_goes_before_the_run_in_out_dir(whole, data_dir, capsys):
+    line = ["--eval-only", "--init-from", str(whole[1]), "--out-dir", str(whole[1])]
+    assert train_gpt2.main([*line, "--data-dir", str(data_dir)]) == 0
+    assert "step_000012: loss" in capsys.readouterr().out
+
+
 def test_sample_only_on_a_terminal_continues_each_line_that_is_typed(whole, capsys, monkeypatch):
     typed = io.StringIO("abc\nxyz\n")
     typed.isatty = lambda: True
