@@ -26,11 +26,11 @@ from torch.utils.checkpoint import checkpoint
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of the network, which fixes the names and sizes of its parameters. The defaults are
-    GPT-2 124M's. A checkpoint stores all fields; one that it lacks, because it was saved before the
-    field existed, takes its default."""
+    GPT-2 124M's. A checkpoint stores all fields; a field that is missing from an older checkpoint
+    takes its default."""
 
     vocab_size: int = 50257  # 256 bytes, 50,000 merges and <|endoftext|>
-    seq_len: int = 1024  # positions that have a learned embedding
+    seq_len: int = 1024  # of the longest sequence; each position has a learned embedding
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -88,7 +88,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Speed-up 4: return the same from one fused kernel, which never holds the (T, T) weights
-    (Dao et al. 2022). If k has more positions than q, q must be the last one alone."""
+    (Dao et al. 2022). If k has more positions than q, q must be one position, the last."""
     is_causal = q.shape[-2] > 1  # the last position sees all others
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
 
@@ -104,7 +104,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
         """Return (B, T, C) for x (B, T, C). cache maps each attention module to the keys and
-        values of the positions before x; those of x are appended."""
+        values of the positions before x, (B, nh, past, hs) each; those of x are appended."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q = q.view(B, T, self.config.n_head, -1).transpose(1, 2)  # (B, nh, T, hs)
@@ -279,8 +279,8 @@ class GPT(nn.Module):
         self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int
     ) -> Iterator[Tensor]:
         """Yield the tokens (B, 1) that follow idx (B, T), one after the other, without an end. Once
-        seq_len positions are full, the older half is dropped. The cached keys have their positions
-        built in, so what remains is computed again from position 0."""
+        seq_len positions are full, the older half is dropped. Cached keys can't be moved
+        to other positions, so what remains is computed again from position 0."""
         cache: dict = {}
         past = 0
         new = idx[:, -self.config.seq_len :]

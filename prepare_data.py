@@ -123,10 +123,10 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
     sizes = {"train": 0, "val": 0}  # their bytes
     for is_val, size, text in documents(reader, config):
         begins = True
-        cut = 0 if is_val else sys.maxsize  # bytes before validation begins
+        val_start = 0 if is_val else sys.maxsize  # bytes before validation begins
         if cuts_each:
-            cut = size * 9 // 10
-        for split, piece in divided(text, cut):
+            val_start = size * 9 // 10
+        for split, piece in divided(text, val_start):
             parts[split].append((begins, piece))
             sizes[split] += len(piece)
             begins = False
@@ -138,17 +138,17 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
         yield Batch(next(numbers), split, parts[split])
 
 
-def divided(stream: BinaryIO, cut: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the pieces of a document, each with its split: validation begins at byte `cut`."""
+def divided(stream: BinaryIO, val_start: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the pieces of a document, each with its split: validation begins at byte val_start."""
     for piece in pieces(stream):
-        at = min(max(cut, 0), len(piece))
+        at = min(max(val_start, 0), len(piece))
         while 0 < at < len(piece) and piece[at] & 0xC0 == 0x80:  # inside a character
             at -= 1
         if at > 0:
             yield "train", piece[:at]
         if at < len(piece):
             yield "val", piece[at:]
-        cut -= len(piece)
+        val_start -= len(piece)
 
 
 # ---- Tokens and shards ---------------------------------------------------------------------------
@@ -337,8 +337,8 @@ def prepare(config: PrepareConfig):
     unfinished = Path(f"{folder}.unfinished")
     files = files_in(config.input) if config.input else standard_library()
     # Without those that this program has written itself, as with --input . --data-dir data.
-    own = {Path(os.path.abspath(folder)), Path(os.path.abspath(unfinished))}
-    files = [file for file in files if own.isdisjoint(Path(os.path.abspath(file)).parents)]
+    written = {Path(os.path.abspath(folder)), Path(os.path.abspath(unfinished))}
+    files = [file for file in files if written.isdisjoint(Path(os.path.abspath(file)).parents)]
     has_records = any(RECORDS.search(file.lower()) for file in files)
     if config.text_field != "text" and not has_records:
         raise UserError("--text-field is for .jsonl, .json, .csv, .tsv and .parquet: leave it out")
@@ -371,8 +371,8 @@ def report(folder: Path, manifest: dict, lines: list[str]):
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         tokens = sum(entry["tokens"] for entry in shards)
-        documents = sum(entry.get("documents", 1) for entry in shards)
-        documents = documents or "the last tenth of each, since there are too few to draw one"
+        num_documents = sum(entry.get("documents", 1) for entry in shards)
+        documents = num_documents or "the last tenth of each, since there are too few to draw one"
         print(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
     for line in [*lines, f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}"]:
         print(printable(line.replace("\n", " ")))

@@ -129,7 +129,7 @@ def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tenso
     for tokens, num_answer_tokens in texts:
         tokens = torch.from_numpy(tokens[-model.config.seq_len - 1 :]).to(device)
         inputs.append(tokens[:-1])
-        targets.append(tokens[1:][-num_answer_tokens:])  # the first token has no loss
+        targets.append(tokens[1:][-num_answer_tokens:])  # nothing predicts the first token
     padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B, T)
     with sdpa_kernel(ANY_SHAPE):
         x = model.features(padded)  # (B, T, C)

@@ -33,7 +33,7 @@ def standard_library() -> list[str]:
 
 def files_in(inputs: list[str]) -> list[str]:
     """Return the files that inputs name, each once; those of a folder or pattern sorted, without
-    hidden ones and without what links to folders lead to. Raise UserError for a name of no file."""
+    hidden ones. Links to folders are not followed. Raise UserError for a name of no file."""
     files = {}
     for name in inputs:
         path = Path(name)
@@ -42,13 +42,13 @@ def files_in(inputs: list[str]) -> list[str]:
             with suppress(ValueError, OSError):  # not a valid pattern, or too long a name
                 # Unlike glob's, pathlib's ** does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        below = [str(top) for top in tops]
+        candidates = [str(top) for top in tops]
         for top in tops:
             for folder, names, children in os.walk(top):
                 names[:] = [child for child in names if child[0] != "."]  # .git holds many files
-                below += [os.path.join(folder, child) for child in children]
+                candidates += [os.path.join(folder, child) for child in children]
         has_files = False
-        for file in sorted(below):
+        for file in sorted(candidates):
             is_hidden = any(part[0] == "." and part not in path.parts for part in Path(file).parts)
             if not is_hidden and os.path.isfile(file):  # no pipe, no device
                 files.setdefault(os.path.realpath(file), file)
