@@ -10,6 +10,7 @@ train_gpt2.py imports this module before torch, so it imports nothing outside th
 import ctypes
 import errno
 import faulthandler
+import json
 import math
 import os
 import re
@@ -18,6 +19,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 DONE = 0
 STOPPED = 3
@@ -61,6 +63,17 @@ def print_error(text: str):
     """Print one line on stderr. Whoever read it may be gone, which is no reason to fail."""
     with suppress(OSError):
         print(f"train_gpt2.py: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
+
+
+def report(text: str):
+    """Print the line that a run ends with. torchrun prints a traceback of its own after it, and at
+    the end of that, what a rank has left in the file that it names."""
+    print_error(text)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
 
 
 class StopSignals:

@@ -754,6 +754,18 @@ def test_torchrun_restarts_a_killed_rank_without_help(trial):
     assert list(losses(trial.out_dir)) == list(range(1, 161))
 
 
+@slow
+def test_what_torchrun_prints_ends_with_the_mistake(tmp_path):
+    """Its own traceback comes after our line, and would push it off the screen."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    for mistake in (["--data-dir", "nowhere"], ["--stesp=3"]):
+        command = [*program, train_gpt2.__file__, *mistake]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert mistake[0] in "".join(done.stderr.splitlines()[-3:]), done.stderr
+        assert done.stderr.count(f"train_gpt2.py: error: {'--data' if mistake[1:] else 'unr'}") == 1
+
+
 # ---- Exact resume --------------------------------------------------------------------------------
 
 ADAMW, MUON = {"muon": False, "dropout": 0}, {"muon": True, "dropout": 0.1}
