@@ -28,6 +28,7 @@ import codecs
 import gc
 import math
 import shlex
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -106,7 +107,7 @@ class TrainConfig:
 
     # An evaluation validates, samples, and answers the questions of --hellaswag.
     eval_every: int = flag(250, "steps between evaluations; 0: at both ends", group="logs")
-    log_every: int = flag(1, "steps between lines on the terminal; log.jsonl has all", min=1)
+    log_every: int = flag(0, "steps between lines; 0: each on a terminal, else 20 lines a run")
     hellaswag: str = flag("", "questions in JSON lines, as HellaSwag's or ARC's")
     wandb: bool = flag(False, "write the log for Weights & Biases too")
 
@@ -146,7 +147,11 @@ class TrainConfig:
             cure = f"try --warmup-steps {self.steps // 5}"
             raise UserError(f"--warmup-steps must be below --steps {self.steps}: {cure}")
         if self.n_embd % self.n_head:
-            cure = f"try --n-embd {math.ceil(self.n_embd / self.n_head) * self.n_head}"
+            n_head = min(self.n_head, 1024)
+            while self.n_embd % n_head:
+                n_head -= 1
+            n_embd = math.ceil(self.n_embd / self.n_head) * self.n_head
+            cure = f"try --n-head {n_head}, or --n-embd {n_embd}"
             raise UserError(f"--n-head {self.n_head} must divide --n-embd {self.n_embd}: {cure}")
         if self.prompt.encode(errors="replace").decode() != self.prompt:
             raise UserError("--prompt is not UTF-8 text: type it anew")
@@ -209,6 +214,11 @@ def read_flags(argv: list[str]) -> dict:
     for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
         if typed.get(name) == "":  # such as an unset variable of a shell script
             raise UserError(f"{spell(name)} is empty: name one, or leave it out")
+    num_prompts = sum(arg == "--prompt" or arg.startswith("--prompt=") for arg in argv)
+    if num_prompts > 1:  # of other flags the last one counts, so that "$@" may end a script's own
+        raise UserError(
+            f"--prompt is typed {num_prompts} times: type one, or pipe them in as lines"
+        )
     return typed
 
 
@@ -413,6 +423,7 @@ def train_step(run: Run) -> StepResult:
         torch.manual_seed(random_seed(config.seed, run.step, world.rank))
 
     loss_of_rank = torch.zeros((), device=world.device)
+    started = time.perf_counter()
     for i in logger.progress(range(num_micro_batches), f"step {run.step + 1}", world.is_main):
         errors.reset_watchdog()
         x, y = to_device(run.loader.next_batch(), world.device)
@@ -424,6 +435,8 @@ def train_step(run: Run) -> StepResult:
                 loss = run.net(x, y) / num_micro_batches
             run.scaler.scale(loss).backward()
         loss_of_rank += loss.detach()
+        if i == 1:
+            logger.warn_if_slow(run, (time.perf_counter() - started) / 2 * num_micro_batches)
     run.loader.read_ahead()  # the disk works while the GPU does
 
     # Gradients are scaled up for float16. They are scaled down before they are measured.
@@ -561,7 +574,8 @@ def log_step(run: Run, result: StepResult, seconds: float):
     run.log.record(**record)
     # The first line of a process always comes: it says that all is well, and how long it will take.
     is_first = len(run.log.recent_seconds) == 1
-    if is_first or result.notice or is_due(step, config.log_every, config.steps):
+    log_every = config.log_every or logger.default_interval(config.steps)
+    if is_first or result.notice or is_due(step, log_every, config.steps):
         run.log.print(text)
     if logger.is_drawn(step, config.steps):
         run.losses[step] = result.loss
@@ -584,6 +598,7 @@ def evaluate_if_due(run: Run):
             run.val_losses[run.step] = figures["val_loss"]
         run.log.record(step=run.step, **figures)
         run.log.print(f"validation after step {run.step}: {evaluate.in_words(figures)}")
+        logger.warn_if_overfitting(run)
     if run.step == 0:
         return  # new weights have nothing to say
     if config.num_samples and run.world.is_main:
@@ -767,7 +782,9 @@ def finish(run: Run):
     # Written after the last evaluation: a run that was killed in it is not complete.
     path = run.out_dir / f"step_{run.step:06d}"
     summary = {"steps": run.step, "checkpoint": path.name}
+    folder = shlex.quote(str(run.out_dir))
     text = f"done: {run.step:,} steps"
+    sample = f"sample: python train_gpt2.py --out-dir {folder} --sample-only"
     if run.val_losses:
         best = min(run.val_losses, key=run.val_losses.get)
         summary["val_loss"] = run.val_losses[max(run.val_losses)]
@@ -775,16 +792,15 @@ def finish(run: Run):
         summary["best_val_loss"] = run.val_losses[best]
         text += f", validation {summary['val_loss']:.4f}"
         text += f", best {summary['best_val_loss']:.4f} after step {best:,}"
+        if best != run.step:
+            best_path = shlex.quote(str(path.with_name(f"step_{best:06d}")))
+            sample += f"\nof the best: python train_gpt2.py --init-from {best_path} --sample-only"
     checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
     with whole_file(run.out_dir / checkpoint.SUMMARY) as f:
         f.write(as_json(summary))
     run.log.record(done=run.step)
-    folder = shlex.quote(str(run.out_dir))
-    run.log.print(
-        f"{text}; written: {path}\n"
-        f"sample: python train_gpt2.py --out-dir {folder} --sample-only\n"
-        f"curves: python benchmarks/plot.py {folder}"
-    )
+    curves = f"curves: python benchmarks/plot.py {folder}"
+    run.log.print(f"{text}; written: {path}\n{sample}\n{curves}")
 
 
 # ---- --eval-only and --sample-only ---------------------------------------------------------------
@@ -801,6 +817,7 @@ def use_weights(typed: dict, world: World) -> int:
         world.raise_on_all(UserError(f"no checkpoint in {out_dir}: {cure}"))
     # The flags that the run was given (precision, data, prompt) hold here too, unless typed again.
     # Each sample has another length, so compiling would not pay.
+    prompt_typed = "prompt" in typed
     typed = {"compile": False} | given_flags(typed, state)
     # Resolved by the main rank, so that it is the one to report a mistake.
     config, _ = world.from_main(resolve, typed, state, source, world.device)
@@ -813,7 +830,7 @@ def use_weights(typed: dict, world: World) -> int:
     if config.sample_only and world.is_main:
         config = replace(config, num_samples=max(1, config.num_samples))  # the run may have none
         try:
-            sample_weights(model, source.tokenizer, config, ask="prompt" not in typed)
+            sample_weights(model, source.tokenizer, config, ask=not prompt_typed)
         except FloatingPointError as error:
             raise UserError(f"{source.path} can't be sampled: {error}") from error
     return errors.DONE
@@ -836,26 +853,43 @@ def evaluate_weights(model: GPT, source: Pretrained, config: TrainConfig, world:
 
 
 def sample_weights(model: GPT, tokenizer: str, config: TrainConfig, ask: bool):
-    """Print samples of --prompt, or on a terminal of each line that is typed, until Ctrl-D."""
-    ask = ask and sys.stdin.isatty()
-    while True:
-        if ask:
-            errors.stop_watchdog()  # waiting for the user is not a hang
-            try:
-                config = replace(config, prompt=input("prompt> "))
-            except EOFError:
-                return
-            except UserError as error:
-                logger.show(str(error))
-                continue
+    """Print --num-samples of --prompt, or if asked to, of each prompt that is typed or piped in."""
+    is_first = True
+    for prompt in read_prompts(config.prompt) if ask else [config.prompt]:
+        try:
+            config = replace(config, prompt=prompt)
+        except UserError as error:  # not UTF-8
+            logger.show(str(error))
+            continue
         for number in range(config.num_samples):
-            if number:
-                logger.show("\n---")
+            if not is_first and (number or not logger.is_terminal(sys.stdin)):
+                logger.show("---")
+            is_first = False
             for piece in sample(model, tokenizer, config, number):
                 logger.show(piece, end="")
-        logger.show("")
-        if not ask:
+            logger.show("")
+
+
+def read_prompts(default: str) -> Iterator[str]:
+    """Yield what is typed on a terminal, line after line until Ctrl-D, or each line of a pipe or
+    file on stdin. Yield default where stdin is none of these, as in a notebook."""
+    on_terminal = logger.is_terminal(sys.stdin)
+    if not on_terminal:
+        # Asked of the kind of file, since reading from others may wait forever.
+        kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
+        if kind not in (stat.S_IFIFO, stat.S_IFREG):
+            yield default
             return
+        errors.print_error("no --prompt: reading prompts from stdin, one a line")
+    while True:
+        errors.stop_watchdog()  # waiting for the user is not a hang
+        try:
+            prompt = input("prompt> " if on_terminal else "")
+        except EOFError:
+            if on_terminal:
+                logger.show("")  # Ctrl-D leaves the cursor behind "prompt> "
+            return
+        yield prompt
 
 
 # ---- Starting ------------------------------------------------------------------------------------
@@ -1102,13 +1136,13 @@ def main(argv: list[str] | None = None) -> int:
         typed = read_flags(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         if is_main:  # every rank has it
-            errors.print_error(f"error: {error}")
+            errors.report(f"error: {error}")
         return error.exit_code
     try:
         with signals:
             return run_program(typed, signals)
     except (errors.RunError, ShardError) as error:
-        errors.print_error(f"error: {error}")
+        errors.report(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         if is_main and signals.has_unsaved_steps:
@@ -1121,10 +1155,10 @@ def main(argv: list[str] | None = None) -> int:
             return errors.STOPPED  # the main rank has stopped before this one, which lost it
         if device.is_out_of_memory(error):
             cure = "lower --micro-batch-size, or add --recompute and --loss-chunk-tokens 1024"
-            errors.print_error(f"error: a step does not fit the memory: {cure}: {error!s:.200}")
+            errors.report(f"error: a step does not fit the memory: {cure}: {error!s:.200}")
             return UserError.exit_code
         if isinstance(error, OSError) and error.errno in errors.DISK_ERRNOS:
-            errors.print_error(f"error: {error}")
+            errors.report(f"error: {error}")
             return errors.DiskError.exit_code
         raise
     finally:

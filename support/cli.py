@@ -44,7 +44,8 @@ def check_limits(kind: type, values: dict):
     for f in fields(kind):
         value, low, high = values.get(f.name), f.metadata["min"], f.metadata["max"]
         if isinstance(value, int | float) and not low <= value <= high:  # nan is in no range
-            raise UserError(f"{spell(f.name)} {value} must be at least {low} and at most {high}")
+            limit = f"at most {high}" if value > high else f"at least {low}"
+            raise UserError(f"{spell(f.name)} {value} must be {limit}")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -58,6 +59,8 @@ class OneLineParser(argparse.ArgumentParser):
             raise UserError(f"{switch[1]} is a switch: type it, or {switch[2]}")
         hint = "see --help"
         if "unrecognized" in message:
+            if "--" not in message:  # as `--compile true`, or a file without its flag
+                hint = "flags begin with --, a switch takes no value, and there are no config files"
             for name in re.findall(r"(?<=\s)--[^\s=]+", message):
                 if name in self.synonyms:
                     raise UserError(f"{name} here is {self.synonyms[name]}")

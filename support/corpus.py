@@ -52,8 +52,11 @@ def open_folder(path: Path) -> TokenFolder:
                 size = min(512, shard.num_tokens)
                 for i in range(64):  # samples, from the first token to the last: 1 ms in all
                     digest.update(shard.read(i * (shard.num_tokens - size) // 63, size))
+    if not any(splits.values()):
+        cure = f"python {PREPARE} --input {path} --data-dir {path}-tokens makes some of its text"
+        raise UserError(f"--data-dir {path} holds no shards of tokens: {cure}")
     if not all(splits.values()):
-        raise UserError(f"--data-dir {path} has no shards, or none of one split: {cure}")
+        raise UserError(f"--data-dir {path} has shards of one split alone: {cure}")
     return TokenFolder(path, splits["train"], splits["val"], tokenizer, digest.hexdigest()[:16])
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from train_gpt2 import Run
 
 LOG = "log.jsonl"
+OVERFITTING_CURE = "try fewer --steps, --dropout 0.2, or more text"
 
 
 class Logger:
@@ -82,10 +83,22 @@ def show(text: str, end: str = "\n"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether stream is a terminal, and not a cell of a notebook, which looks like one."""
+    in_notebook = "JPY_PARENT_PID" in os.environ  # set by Jupyter, and inherited
+    return stream is not None and stream.isatty() and not in_notebook
+
+
+def default_interval(num_steps: int) -> int:
+    """Return the steps between lines on stdout: where it is kept, as in a notebook or a file, a
+    line per step would hide all others."""
+    return 1 if is_terminal(sys.stdout) else math.ceil(num_steps / 20)
+
+
 def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
     """Return items, with a progress bar on a terminal if going through them takes a second."""
-    # disable=None means: unless stderr is a terminal
-    return tqdm(items, desc=label, leave=False, delay=1, disable=None if is_main else True)
+    is_shown = is_main and is_terminal(sys.stderr)
+    return tqdm(items, desc=label, leave=False, delay=1, disable=not is_shown)
 
 
 def log_start(run: "Run", off: dict[str, str], state: dict | None):
@@ -118,10 +131,42 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
     ]
     if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
         lines.append(f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}")
+    if epochs > 5:
+        lines.append(
+            f"{epochs:.0f} epochs: the network may learn its text by heart, and the validation"
+            f" loss would rise; if it does, {OVERFITTING_CURE}"
+        )
     lines += hints(env, run.data.tokenizer)
     if state:
         lines += changes_since(state, run)
     run.log.print("\n".join(lines))
+
+
+def warn_if_slow(run: "Run", seconds: float):
+    """Say before the first step of a process is over that it will take minutes."""
+    config = run.config
+    if run.log.recent_seconds or seconds < 60:
+        return
+    hours = seconds * (config.steps - run.step) / 3600
+    cure = "" if config.model == "nano" else "; --model nano learns in minutes on any computer"
+    run.log.print(
+        f"a step takes about {seconds / 60:.0f} minutes here, and all --steps {hours:,.0f} hours:"
+        f" for shorter ones lower --batch-tokens {config.batch_tokens}{cure}"
+    )
+
+
+def warn_if_overfitting(run: "Run"):
+    """Say once that the best validation is a third of the run ago, and the loss 2 % above it."""
+    best = min(run.val_losses, key=run.val_losses.get, default=0)
+    late = [
+        step
+        for step, loss in run.val_losses.items()
+        if step - best > run.config.steps / 3 and loss > 1.02 * run.val_losses[best]
+    ]
+    if late == [run.step]:
+        run.log.print(
+            f"overfitting: the validation loss has risen since step {best:,}: {OVERFITTING_CURE}"
+        )
 
 
 def hints(env: dict, tokenizer: str) -> list[str]:

@@ -66,6 +66,61 @@ def test_a_run_says_what_it_is_and_ends_with_the_next_commands(data_dir, tmp_pat
     assert curves == "curves: python benchmarks/plot.py 'a run'"
 
 
+def test_the_end_names_the_best_checkpoint_if_it_is_not_the_last(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", eval_every=4, learning_rate=0)  # all are alike
+    code, out, err = train(line, tmp_path)
+    assert code == 0, err
+    command = next(line for line in out.splitlines() if line.startswith("of the best: python "))
+    arguments = command.split()[5:]
+    assert arguments == ["--init-from", "run/step_000004", "--sample-only"]
+    assert train([*arguments, "--sample-tokens=3"], tmp_path)[0] == 0
+
+
+def lines_of(warn, *args, **run) -> list[str]:
+    """What one of the logger's functions prints about a run."""
+    lines = []
+    run = SimpleNamespace(log=SimpleNamespace(print=lines.append, recent_seconds=[]), **run)
+    warn(run, *args)
+    return lines
+
+
+def test_a_validation_loss_that_rises_for_a_third_of_the_run_is_told_once():
+    config = SimpleNamespace(steps=300)
+    val_losses, told = {}, []
+    for step, loss in {0: 9, 50: 3, 100: 3.2, 150: 3.02, 200: 3.1, 250: 3.2, 300: 3.3}.items():
+        val_losses[step] = loss
+        lines = lines_of(
+            logger.warn_if_overfitting, config=config, step=step, val_losses=val_losses
+        )
+        told += [step] * len(lines)
+        assert all("since step 50:" in line and "--dropout" in line for line in lines)
+    assert told == [200]
+
+
+def test_many_epochs_are_told(data_dir, tmp_path):
+    for steps, is_told in ((12, False), (60, True)):
+        line = flags(data_dir=data_dir, out_dir=f"run{steps}", steps=steps, save_every=0)
+        _, out, _ = train(line, tmp_path)
+        assert ("epochs: the network may learn its text by heart" in out) == is_told
+
+
+def test_a_step_of_minutes_is_told_before_it_is_over():
+    config = SimpleNamespace(model="gpt2", batch_tokens=524288, steps=50)
+    assert not lines_of(logger.warn_if_slow, 59, config=config, step=0)
+    (line,) = lines_of(logger.warn_if_slow, 600, config=config, step=0)
+    assert "about 10 minutes" in line and "8 hours" in line and "--model nano" in line
+
+
+def test_a_cell_of_a_notebook_is_no_terminal(monkeypatch):
+    """Jupyter gives the commands of a cell a pseudo terminal."""
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    assert logger.is_terminal(sys.stdout) and logger.default_interval(1200) == 1
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert not logger.is_terminal(sys.stdout) and logger.default_interval(1200) == 60
+    assert logger.default_interval(1) == 1
+
+
 def test_what_is_missing_on_this_machine_is_told(monkeypatch):
     cases = (("smi", "2.13.0+cpu", True), (None, "2.13.0+cpu", False), ("smi", "2.13.0", False))
     for gpu, version, is_told in cases:

@@ -479,6 +479,20 @@ def test_sample_only_on_a_terminal_continues_each_line_that_is_typed(whole, caps
     assert first.startswith("abc") and second.startswith("xyz") and len(first) > 10
 
 
+def test_each_line_of_a_pipe_is_a_prompt_and_an_empty_one_begins_a_document(whole, tmp_path):
+    line = ["--out-dir", str(whole[1]), "--sample-only", "--top-k=1", "--sample-tokens=9"]
+    command = [sys.executable, SCRIPT, *line]
+    done = subprocess.run(command, input=b"abc\n\nxyz", capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stderr.endswith(
+        b"reading prompts from stdin, one a line\n"
+    )
+    first, of_none, third = done.stdout.decode().split("\n---\n")
+    assert first.startswith("abc") and third.startswith("xyz") and first[3:] != third[3:]
+    typed = train_gpt2.main([*line, "--prompt="])
+    nothing = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert typed == 0 and nothing.stdout.decode() == of_none + "\n"
+
+
 # ---- Data that others wrote ----------------------------------------------------------------------
 
 
@@ -575,7 +589,7 @@ WEIGHTS = "--model gpt2 --seq-len 16 --init-from"
 MISTAKES = {
     "--data-dir nowhere": "--data-dir nowhere .*--input",
     "--data-dir run/summary.json": "--data-dir run/summary.json is not a folder .*--input",
-    "--data-dir .": "--data-dir . has no shards.*--input",
+    "--data-dir .": "--data-dir . holds no shards of tokens: .*--input . --data-dir .-tokens",
     "--data-dir none": "none/train_1.bin .*holds 0 tokens, its header says 500",
     "--data-dir llama": "llama/train_1.bin .*starts with 20240801, 7 instead of 20240520, 1",
     "--data-dir beyond --model gpt2": "beyond/train_1.bin .*60000.* 50256",
