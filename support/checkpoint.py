@@ -176,7 +176,8 @@ def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
     that is newer than step is damaged: a resume has gone back before it."""
     good = [path for path in checkpoints(out_dir) if step_of(path) <= step]
     validated = [path for path in good if step_of(path) in val_losses]
-    best = min(validated, key=lambda path: val_losses[step_of(path)], default=None)
+    # Of equal ones the first, as in finish, which names it.
+    best = min(reversed(validated), key=lambda path: val_losses[step_of(path)], default=None)
     for path in checkpoints(out_dir):
         if path not in good[:keep] and path != best:
             remove(path)

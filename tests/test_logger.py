@@ -73,7 +73,8 @@ def test_the_end_names_the_best_checkpoint_if_it_is_not_the_last(data_dir, tmp_p
     command = next(line for line in out.splitlines() if line.startswith("of the best: python "))
     arguments = command.split()[5:]
     assert arguments == ["--init-from", "run/step_000004", "--sample-only"]
-    assert train([*arguments, "--sample-tokens=3"], tmp_path)[0] == 0
+    code, _, err = train([*arguments, "--sample-tokens=3"], tmp_path)
+    assert code == 0, err
 
 
 def lines_of(warn, *args, **run) -> list[str]:
