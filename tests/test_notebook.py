@@ -1,0 +1,48 @@
+"""Runs ../notebook.ipynb from its first cell to its last, as Jupyter would."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel")
+
+
+def notebook():
+    return nbformat.read(ROOT / "notebook.ipynb", as_version=4)
+
+
+def test_the_notebook_is_short_and_without_outputs():
+    cells = notebook().cells
+    assert len(cells) <= 15
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
+    from nbclient import NotebookClient
+
+    for name in ("train_gpt2.py", "model.py", "dataloader.py", "prepare_data.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("support", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel draws into the cell
+    read = notebook()
+    for cell in read.cells:  # as long as a test may take
+        cell.source = cell.source.replace('"nano", 1200', '"nano", 60')
+    folder = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(read, timeout=400, resources=folder).execute()
+    texts, num_pictures = [], 0
+    for cell in read.cells:
+        outputs = cell.get("outputs", [])
+        num_pictures += sum("image/png" in output.get("data", {}) for output in outputs)
+        texts.append("".join(output.get("text", "") for output in outputs).replace("\r\n", "\n"))
+    assert num_pictures == 3  # losses, attention, the ladder
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", "".join(texts))  # as of a progress bar
+    train, resumed, sample, logits = [text for text in texts if text][1:]
+    assert "done: 60 steps" in train and len(train.splitlines()) < 60
+    assert "resumed after step 60" in resumed and "done: 75 steps" in resumed
+    assert sample.startswith("class Tree") and "\n---\nclass Tree" in sample
+    assert len(re.findall(r"^0\.\d{3}  b'", logits, re.M)) == 5
