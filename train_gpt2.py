@@ -1100,6 +1100,7 @@ def dummy_pass(net: nn.Module, config: TrainConfig, world: World, sync: bool = T
 
 
 def run_program(typed: dict, signals: errors.StopSignals) -> int:
+    device.check_torch(torch.__version__)
     world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))
     with process_group(world):
         # Ranks that were started with different commands would wait for each other forever. Each

@@ -81,6 +81,14 @@ def why_not_compile(device: torch.device) -> tuple[str, str] | None:
     return None
 
 
+def check_torch(version: str):
+    """Raise UserError if this version of torch is too old."""
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) < (2, 5):
+        cure = "pip install --upgrade torch"
+        raise UserError(f"torch {version} is too old, it must be 2.5 or later: {cure}")
+
+
 def set_environment():
     """Set what torch reads once, before the first tensor or compilation."""
     # Huge pages for large tensors: 3 % of a step of 124M on a CPU.

@@ -244,4 +244,4 @@ def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: di
     if losses or val_losses:
         axes.legend(fontsize=12)
     with whole_file(path) as f:
-        figure.savefig(f, format="png", dpi=120)
+        figure.savefig(f, format="png", dpi=200)
