@@ -1,10 +1,13 @@
 """Draw the losses of runs against steps, tokens and time, beside figures that others published.
 
-    python benchmarks/plot.py out/001 out/002                 # draws loss.png
-    python benchmarks/plot.py out                             # every run below that folder
-    python benchmarks/plot.py out/001 --out 001.png
+    python benchmarks/plot.py out/001                         # draws out/001/curves.png
+    python benchmarks/plot.py out                             # every run below: out/curves.png
+    python benchmarks/plot.py out/001 out/002 --out both.png
+    python benchmarks/plot.py out/002 --against out/001       # another run of yours, in words
     python benchmarks/plot.py out/124M --against reference    # is my loss normal? said in words
     python benchmarks/plot.py out/124M --against llm.c        # only references of that name
+
+Of several runs a table shows what differs: flags, first, last and best validation, time.
 
 A run is read from its log.jsonl, also while it is running. Of steps that were made twice, because
 the run was resumed from before them, the second time counts. Losses are in nats per token, so only
@@ -193,6 +196,48 @@ def comparison(run: Run, references: list[dict]) -> list[str]:
     return lines or [f"{run.name}: not validated after a step yet"]
 
 
+def against_run(run: Run, other: Run) -> str:
+    """Return how a run's last validation compares with another run's at as many tokens."""
+    steps, values = run.series("val_loss")
+    other_steps, other_values = other.series("val_loss")
+    if run.tokenizer != other.tokenizer or run.data != other.data:
+        return f"{run.name} and {other.name} have other data: their losses can't be compared"
+    if max(steps, default=0) == 0 or max(other_steps, default=0) == 0:
+        return f"{run.name} or {other.name} is not validated after a step yet"
+    tokens = min(run.x("tokens", steps[-1]), other.x("tokens", other_steps[-1]))
+    value = np.interp(tokens, run.x("tokens", steps), values)
+    expected = np.interp(tokens, other.x("tokens", other_steps), other_values)
+    side = "ahead of" if value < expected else "behind"
+    return (
+        f"{run.name}: validation loss {value:.4f} after {brief(tokens)} tokens,"
+        f" {abs(value - expected):.3f} {side} {other.name}, {expected:.4f}"
+    )
+
+
+def runs_table(runs: list[Run]) -> str:
+    """Return a table of runs: the flags that differ, validations, and the time of the steps."""
+    names = [
+        name
+        for name in runs[0].flags
+        if name != "out_dir" and len({str(run.flags.get(name)) for run in runs}) > 1
+    ]
+    rows = [["run", *names, "steps", "first validation", "last", "best", "minutes"]]
+    for run in runs:
+        steps = run.series("loss")[0]
+        _, losses = run.series("val_loss")
+        figures = (losses[0], losses[-1], losses.min()) if len(losses) else ()
+        cells = [f"{loss:.4f}" for loss in figures] or [""] * 3
+        last = steps[-1] if len(steps) else 0
+        flags = [str(run.flags.get(name, "")) for name in names]
+        rows.append([run.name, *flags, f"{last:,.0f}", *cells, f"{run.seconds(last) / 60:.1f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
 # ---- The picture
 
 
@@ -233,8 +278,18 @@ def draw(runs: list[Run], references: list[dict], path: Path):
     title = titles[0] if len(titles) == 1 else f"{len(runs)} runs"
     figure.suptitle(textwrap.fill(title, 120), fontsize=15)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
-    figure.savefig(path)
+    figure.savefig(path, dpi=200)
     print(path)
+
+
+def free_name(path: Path) -> Path:
+    """Return path, or where that exists already, the same with the first free number."""
+    number = 2
+    free = path
+    while free.exists():
+        free = path.with_stem(f"{path.stem}-{number}")
+        number += 1
+    return free
 
 
 def brief(number: float) -> str:
@@ -276,19 +331,26 @@ def main() -> int:
     parser = machine.OneLineParser(prog="plot.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run's folder, or one above runs: out/001, out")
-    add("--out", type=Path, help="picture to write (default: loss.png, none with --against)")
-    add("--against", metavar="NAME", help="say how the runs compare: reference, or its first name")
+    add("--out", type=Path, help="picture to write (default: RUN/curves.png, no picture --against)")
+    add("--against", metavar="NAME", help="say how runs compare with a RUN, or with reference")
     args = parser.parse_args()
     try:
         runs = read_runs(args.runs)
-        references = load_references("" if args.against in (None, "reference") else args.against)
-        if args.against:
+        other = read_run(args.against) if Path(args.against or "", "log.jsonl").is_file() else None
+        is_name = args.against not in (None, "reference") and not other
+        references = load_references(args.against if is_name else "")
+        if len(runs) > 1 and not args.against:
+            print(runs_table(runs))
+        if other:
+            print("\n".join(against_run(run, other) for run in runs))
+        elif args.against:
             for run in runs:
                 print("\n".join(comparison(run, references)))
             if any(alike(run, references) for run in runs):
                 print(CAVEAT)
         if args.out or not args.against:
-            draw(runs, references, args.out or Path("loss.png"))
+            # Beside the run: the run itself draws loss.png, so this has another name.
+            draw(runs, references, args.out or free_name(Path(args.runs[0], "curves.png")))
     except (OSError, ValueError) as error:
         print(f"plot.py: error: {error}", file=sys.stderr)
         return 2

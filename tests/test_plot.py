@@ -182,11 +182,39 @@ def test_runs_are_drawn_and_no_file_is_overwritten(tmp_path):
     folders = [write_log(tmp_path / name, *records) for name in "ab"]
     folders.append(write_log(tmp_path / "nano", *records, model="nano"))
     done = run_program(*folders, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "loss.png\n", "")
-    picture = (tmp_path / "loss.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert run_program(folders[0], cwd=tmp_path).returncode == 2
-    assert (tmp_path / "loss.png").read_bytes() == picture
+    assert (done.returncode, done.stderr) == (0, "")
+    *_, path = done.stdout.splitlines()
+    assert path == str(tmp_path / "a/curves.png")  # beside the run
+    picture = Path(path).read_bytes()
+    assert picture.startswith(b"\x89PNG") and picture[16:20] == (3000).to_bytes(4, "big")
+    again = run_program(folders[0], cwd=tmp_path)
+    assert again.stdout == f"{tmp_path}/a/curves-2.png\n"
+    assert Path(path).read_bytes() == picture and not list(tmp_path.glob("*.png"))
+
+
+def test_a_table_shows_what_differs_between_runs(tmp_path):
+    rates = {"a": 1e-3, "b": 2e-3}
+    for name, rate in rates.items():
+        records = [validated(0, 9.0), step(1, 8.0), validated(1, 5.0), step(2, 7.0)]
+        write_log(tmp_path / name, *records, validated(2, 6.0 + rate), learning_rate=rate, steps=2)
+    table = plot.runs_table([plot.read_run(str(tmp_path / name)) for name in rates])
+    head, *rows = [re.split("  +", line) for line in table.splitlines()]
+    assert head == ["run", "learning_rate", "steps", "first validation", "last", "best", "minutes"]
+    for row, (name, rate) in zip(rows, rates.items(), strict=True):
+        last = f"{6 + rate:.4f}"
+        assert row == [str(tmp_path / name), str(rate), "2", "9.0000", last, "5.0000", "120.0"]
+
+
+def test_a_run_is_compared_with_another_one_at_equal_tokens(tmp_path):
+    short = [validated(0, 9.0), step(2, 8.0), validated(2, 6.0)]
+    long = [validated(0, 9.0), step(4, 7.0), validated(4, 5.0)]  # 7 after 2 steps
+    folders = [write_log(tmp_path / "short", *short), write_log(tmp_path / "long", *long)]
+    text = "validation loss 6.0000 after 2M tokens, 1.000 ahead of"
+    done = run_program(folders[0], "--against", folders[1])
+    assert done.stdout == f"{folders[0]}: {text} {folders[1]}, 7.0000\n", done.stderr
+    other = write_log(tmp_path / "other", *short, data_dir="elsewhere")
+    done = run_program(folders[0], "--against", other)
+    assert "have other data" in done.stdout and done.returncode == 0
 
 
 def test_a_folder_stands_for_the_runs_below_it(tmp_path):
