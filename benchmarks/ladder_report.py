@@ -23,6 +23,17 @@ NAMES = {
     "all": "everything on",
 }
 
+# Tokens per second of 124M on one A100, as "Let's reproduce GPT-2 (124M)" shows them.
+LECTURE = {
+    "base": 16_000,
+    "tf32": 49_000,
+    "bf16": 54_500,
+    "compile": 126_000,
+    "flash": 170_000,
+    "pad-vocab": 175_000,
+    "fused": 182_000,
+}
+
 
 def is_beyond(name: str) -> bool:
     """Say whether a rung is beyond the lecture, so that the next rung does not build on it."""
@@ -139,22 +150,33 @@ def block(contents: dict[str, dict]) -> str:
 
 
 def draw(content: dict, path: Path):
-    """Draw a bar for each rung: how many times as fast as the first one it is."""
+    """Draw a bar for each rung: how many times as fast as the first one it is. Beside the rungs of
+    124M stand the lecture's, in a panel and on a scale of their own: that was another device."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no picture: pip install matplotlib", file=sys.stderr)
         return
-    titles = [title(rung["name"]) for rung in content["rungs"]]
-    base = speed(content["rungs"][0])
-    speeds = [speed(r) if r["state"] == "measured" else 0 for r in content["rungs"]]
-    figure = Figure(figsize=(8, 1.4 + 0.42 * len(titles)), layout="constrained")
-    axes = figure.add_subplot(xlabel=f'times as fast as "{titles[0]}"')
-    bars = axes.barh(titles, [value / base for value in speeds], color="#1f6feb")
-    texts = [f"{value / base:.2f}  {value:,.0f} tokens/s" if value else "" for value in speeds]
-    axes.bar_label(bars, texts, padding=4, fontsize=9, color="#303030")
-    axes.set_xlim(0, 1.4 * max(speeds) / base)  # room for the labels
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(heading(content), fontsize=14)
-    figure.savefig(path, dpi=120)
+    rungs = content["rungs"]
+    speeds = {r["name"]: speed(r) if r["state"] == "measured" else 0 for r in rungs}
+    panels = {heading(content): ("#1f6feb", speeds)}
+    if rungs[0]["flags"]["model"] == "gpt2":
+        panels["GPT-2 124M on an A100 in the lecture"] = ("#b0b7c3", LECTURE)
+    height = 1.4 + 0.42 * len(rungs)
+    figure = Figure(figsize=(5 + 4 * len(panels), height), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    titles = [title(rung["name"]) for rung in rungs]
+    for axes, (label, (color, shown)) in zip(all_axes, panels.items(), strict=True):
+        values = [shown.get(rung["name"], 0) for rung in rungs]
+        ratios = [value / values[0] for value in values]
+        bars = axes.barh(titles, ratios, color=color)
+        texts = [
+            f"{ratio:.2f}  {value:,.0f} tokens/s" if value else "not measured"
+            for ratio, value in zip(ratios, values, strict=True)
+        ]
+        axes.bar_label(bars, texts, padding=4, fontsize=9, color="#303030")
+        axes.set(xlabel=f'times as fast as "{titles[0]}"', xlim=(0, 1.5 * max(ratios)))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(label, fontsize=12)
+    all_axes[0].invert_yaxis()
+    figure.savefig(path, dpi=200)
