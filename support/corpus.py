@@ -55,8 +55,9 @@ def open_folder(path: Path) -> TokenFolder:
     if not any(splits.values()):
         cure = f"python {PREPARE} --input {path} --data-dir {path}-tokens makes some of its text"
         raise UserError(f"--data-dir {path} holds no shards of tokens: {cure}")
-    if not all(splits.values()):
-        raise UserError(f"--data-dir {path} has shards of one split alone: {cure}")
+    for split, shards in splits.items():
+        if not shards:
+            raise UserError(f"--data-dir {path} has no {split} shards: {cure}")
     return TokenFolder(path, splits["train"], splits["val"], tokenizer, digest.hexdigest()[:16])
 
 

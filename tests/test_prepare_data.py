@@ -49,7 +49,7 @@ MISTAKES = {
     "other names": ("--input a --out data", "--out here is --data-dir"),
     "misspelt": ("--inptu a", "did you mean --input?"),
     "no number": ("--seed x", "invalid int value"),
-    "too large": ("--val-fraction 0.6", "must be at least 1e-05 and at most 0.5"),
+    "too large": ("--val-fraction 0.6", "must be at most 0.5"),
     "no tokenizer": ("--tokenizer gpt4", "invalid choice: 'gpt4'"),
 }  # fmt: skip
 
