@@ -42,6 +42,7 @@ from support.corpus import MANIFEST, read_manifest
 from support.errors import DISK_ERRNOS, INTERRUPTED, DiskError, UserError, printable
 from support.files import sync, whole_file
 from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
+from support.logger import is_terminal
 from support.tokenizer import load_tokenizer, missing_vocab
 
 DATASETS = {  # on the hub, and how their shards are called
@@ -314,7 +315,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
     with (
         closing(splits["train"]),
         closing(splits["val"]),
-        tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar,
+        tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar,
     ):
         for batch, tokens in tokenized(todo, config):
             splits[batch.split].add(batch, tokens)
