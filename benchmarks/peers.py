@@ -82,7 +82,7 @@ def ours(setting: Setting, folder: Path, compiled: bool) -> list:
     flags |= SMALL | {"model": "nano"} if setting.is_small else {"model": "gpt2"}
     flags |= {"micro_batch_size": setting.micro_batch_size, "compile": compiled, "muon": False}
     flags |= {"steps": MANY, "eval_every": 0, "eval_tokens": 0, "save_every": 0, "num_samples": 0}
-    flags |= {"data_dir": setting.work / "tokens", "out_dir": "out"}
+    flags |= {"data_dir": setting.work / "tokens", "out_dir": "out", "log_every": 1}
     return [machine.TRAIN, *as_flags(flags), *setting.flags]
 
 
