@@ -308,3 +308,11 @@ def test_the_doctor_says_ten_lines(tmp_path, monkeypatch):
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 10 and not done.stderr
     assert lines[-1].startswith("flags:      --model nano --no-tf32")
+
+
+def test_a_ladder_that_begins_with_everything_on_is_drawn_without_the_lectures(tmp_path):
+    pytest.importorskip("matplotlib")
+    content = machine.load(machine.RESULTS / "ladder-amd-epyc-2026-11-23-gpt2.json")
+    content["rungs"][0]["name"] = "all"
+    ladder_report.draw(content, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").exists()
