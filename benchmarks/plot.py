@@ -197,21 +197,26 @@ def comparison(run: Run, references: list[dict]) -> list[str]:
 
 
 def against_run(run: Run, other: Run) -> str:
-    """Return how a run's last validation compares with another run's at as many tokens."""
-    steps, values = run.series("val_loss")
-    other_steps, other_values = other.series("val_loss")
-    if run.tokenizer != other.tokenizer or run.data != other.data:
+    """Return how two runs compare where both were validated last, after as many tokens."""
+    losses = losses_by_tokens(run)
+    other_losses = losses_by_tokens(other)
+    if run.tokenizer != other.tokenizer or Path(run.data).resolve() != Path(other.data).resolve():
         return f"{run.name} and {other.name} have other data: their losses can't be compared"
-    if max(steps, default=0) == 0 or max(other_steps, default=0) == 0:
-        return f"{run.name} or {other.name} is not validated after a step yet"
-    tokens = min(run.x("tokens", steps[-1]), other.x("tokens", other_steps[-1]))
-    value = np.interp(tokens, run.x("tokens", steps), values)
-    expected = np.interp(tokens, other.x("tokens", other_steps), other_values)
-    side = "ahead of" if value < expected else "behind"
+    # Not interpolated: early in a run, losses between two validations lie far below a line.
+    tokens = max(losses.keys() & other_losses.keys() - {0}, default=0)
+    if not tokens:
+        return f"{run.name} and {other.name} were never validated after as many tokens"
+    value, expected = losses[tokens], other_losses[tokens]
+    side = "lower" if value < expected else "higher"
     return (
         f"{run.name}: validation loss {value:.4f} after {brief(tokens)} tokens,"
-        f" {abs(value - expected):.3f} {side} {other.name}, {expected:.4f}"
+        f" {abs(value - expected):.4f} {side} than {other.name}'s {expected:.4f}"
     )
+
+
+def losses_by_tokens(run: Run) -> dict[float, float]:
+    steps, losses = run.series("val_loss")
+    return dict(zip(run.x("tokens", steps), losses, strict=True))
 
 
 def runs_table(runs: list[Run]) -> str:
@@ -336,7 +341,9 @@ def main() -> int:
     args = parser.parse_args()
     try:
         runs = read_runs(args.runs)
-        other = read_run(args.against) if Path(args.against or "", "log.jsonl").is_file() else None
+        other = None
+        if args.against and Path(args.against, "log.jsonl").is_file():
+            other = read_run(args.against)
         is_name = args.against not in (None, "reference") and not other
         references = load_references(args.against if is_name else "")
         if len(runs) > 1 and not args.against:

@@ -207,11 +207,17 @@ def test_a_table_shows_what_differs_between_runs(tmp_path):
 
 def test_a_run_is_compared_with_another_one_at_equal_tokens(tmp_path):
     short = [validated(0, 9.0), step(2, 8.0), validated(2, 6.0)]
-    long = [validated(0, 9.0), step(4, 7.0), validated(4, 5.0)]  # 7 after 2 steps
+    long = [validated(0, 9.0), step(4, 7.0), validated(2, 7.0), validated(4, 5.0)]
     folders = [write_log(tmp_path / "short", *short), write_log(tmp_path / "long", *long)]
-    text = "validation loss 6.0000 after 2M tokens, 1.000 ahead of"
+    text = "validation loss 6.0000 after 2M tokens, 1.0000 lower than"
     done = run_program(folders[0], "--against", folders[1])
-    assert done.stdout == f"{folders[0]}: {text} {folders[1]}, 7.0000\n", done.stderr
+    assert done.stdout == f"{folders[0]}: {text} {folders[1]}'s 7.0000\n", done.stderr
+    never = write_log(tmp_path / "never", validated(0, 9.0), step(3, 8.0), validated(3, 6.0))
+    done = run_program(folders[0], "--against", never)
+    assert "never validated after as many tokens" in done.stdout and done.returncode == 0
+    done = run_program(".", "--against", folders[1], cwd=folders[0])
+    assert "1.0000 lower" in done.stdout, done.stderr
+    assert "Traceback" not in run_program(".", cwd=folders[0]).stderr
     other = write_log(tmp_path / "other", *short, data_dir="elsewhere")
     done = run_program(folders[0], "--against", other)
     assert "have other data" in done.stdout and done.returncode == 0
