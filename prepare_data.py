@@ -322,7 +322,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
             bar.update(reader.position - bar.n)
         for name, split in splits.items():
             if not split.shards and split.num_tokens < 2:  # an input and its target
-                reasons = "; ".join(["add more text", *notes(reader)])
+                reasons = "; ".join(notes(reader)) or "add more text"
                 raise UserError(f"--input has {split.num_tokens} tokens for {name}: {reasons}")
         for split in splits.values():
             if split.num_tokens:
@@ -342,7 +342,8 @@ def prepare(config: PrepareConfig):
     files = [file for file in files if written.isdisjoint(Path(os.path.abspath(file)).parents)]
     has_records = any(RECORDS.search(file.lower()) for file in files)
     if config.text_field != "text" and not has_records:
-        raise UserError("--text-field is for .jsonl, .json, .csv, .tsv and .parquet: leave it out")
+        kinds = ".jsonl, .json, .csv, .tsv and .parquet"
+        raise UserError(f"--text-field is for {kinds}: leave it out, or save the table as .csv")
     reader = Reader(files, config.text_field)
     if folder.exists():
         if not (folder / MANIFEST).exists():

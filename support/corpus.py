@@ -53,7 +53,10 @@ def open_folder(path: Path) -> TokenFolder:
                 for i in range(64):  # samples, from the first token to the last: 1 ms in all
                     digest.update(shard.read(i * (shard.num_tokens - size) // 63, size))
     if not any(splits.values()):
-        cure = f"python {PREPARE} --input {path} --data-dir {path}-tokens makes some of its text"
+        tokens = f"data/{path.resolve().name}-tokens"
+        cure = f"python {PREPARE} --input {path} --data-dir {tokens} makes some of its text"
+        below = [str(manifest.parent) for manifest in sorted(path.glob(f"*/{MANIFEST}"))]
+        cure = f"name {' or '.join(below)}" if below else cure
         raise UserError(f"--data-dir {path} holds no shards of tokens: {cure}")
     for split, shards in splits.items():
         if not shards:

@@ -22,6 +22,7 @@ from support.errors import DISK_ERRNOS, UserError
 PIECE = 1 << 18  # bytes of text that are read at a time
 RECORDS = re.compile(r"\.(jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$")
 NOT_TEXT = (b"%PDF-", b"\x1f\x8b", b"(\xb5/\xfd", b"\xff\xd8\xff", b"\xff\xfe", b"\xfe\xff")
+EXTRA_CELLS = "\0cells"  # of a row; no field has this name
 BOM = b"\xef\xbb\xbf"  # with which Windows marks UTF-8
 
 
@@ -104,13 +105,8 @@ class Reader:
             self.note("skipped, no text in UTF-8", raw.name)
         elif kind:
             for number, record in enumerate(records(stream, kind, self.text_field), 1):
-                text = record.get(self.text_field) if isinstance(record, dict) else record
-                if not text or not isinstance(text, str):
-                    where = f"{raw.name}, record {number}"
-                    if isinstance(record, dict) and self.text_field not in record:
-                        where += f" (fields there: {', '.join(map(str, record))}; see --text-field)"
-                    self.note(f"skipped, no text in the field {self.text_field}", where)
-                if isinstance(text, str):
+                text = self.text_of(record, f"{raw.name}, record {number}")
+                if text is not None:
                     # Half a surrogate pair becomes U+FFFD, as in tiktoken.
                     pairs = text.encode("utf-16", "surrogatepass")
                     content = pairs.decode("utf-16", "replace").encode()
@@ -122,6 +118,26 @@ class Reader:
                 self.note("kept, with bytes that are not UTF-8", raw.name)
             stream.read(len(BOM) if stream.peek().startswith(BOM) else 0)
             yield os.path.getsize(raw.name), stream
+
+    def text_of(self, record, where: str) -> str | None:
+        """Return the text of a record, None if it is no text; note whatever is wrong with it."""
+        text = record
+        if isinstance(record, dict):
+            text = record.get(self.text_field)
+            if EXTRA_CELLS in record:
+                # As by a comma in a text without quotes: cut there, it would be another text.
+                del record[EXTRA_CELLS]
+                where += f" (the header: {', '.join(record)})"
+                self.note("skipped, more cells than the header (quotes missing?)", where)
+                return None
+            if self.text_field not in record:
+                names = ", ".join(map(str, record))
+                where += f" (fields there: {names}; name one by --text-field)"
+        if not text or not isinstance(text, str):
+            self.note(f"skipped, no text in the field {self.text_field}", where)
+        elif "\ufffd" in text:
+            self.note("kept, with bytes that are not UTF-8", where)
+        return text if isinstance(text, str) else None
 
 
 def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
@@ -147,7 +163,8 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
             if kind == "json":
                 yield from elements(text)
             else:
-                yield from csv.DictReader(text, delimiter="," if kind == "csv" else "\t")
+                delimiter = "," if kind == "csv" else "\t"
+                yield from csv.DictReader(text, restkey=EXTRA_CELLS, delimiter=delimiter)
 
 
 def elements(stream: io.TextIOWrapper) -> Iterator:
