@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from support.errors import TIMEOUT_S, NumericalError, RunError, UserError
+from support.errors import TIMEOUT_S, NumericalError, RunError, UserError, tell_torchrun
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,12 @@ class World:
             result = function(*args)
         except Exception as raised:  # raised again below, once the others know
             error = raised
-        codes = self.gather(getattr(error, "exit_code", 1) if error else 0)
-        for rank, code in enumerate(codes):
+        codes = self.gather((getattr(error, "exit_code", 1), str(error)) if error else (0, ""))
+        for rank, (code, text) in enumerate(codes):
             if code and rank == self.rank:
                 raise error
             if code:
+                tell_torchrun(f"error: {text}")
                 sys.exit(code)
         return result
 
@@ -73,6 +74,7 @@ class World:
         ranks have, of which one message is enough."""
         if self.is_main:
             raise error
+        tell_torchrun(f"error: {error}")
         sys.exit(error.exit_code)
 
     def check_same(self, values: dict):

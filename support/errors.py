@@ -66,11 +66,18 @@ def print_error(text: str):
 
 
 def report(text: str):
-    """Print the line that a run ends with. torchrun prints a traceback of its own after it, and at
-    the end of that, what a rank has left in the file that it names."""
+    """Print the line that a run ends with."""
     print_error(text)
+    tell_torchrun(text)
+
+
+def tell_torchrun(text: str):
+    """Have torchrun end with this line. It prints a traceback of its own, and at the end of that,
+    what the rank that it saw fail first has left in the file that it names. Any rank may be it, so
+    each leaves the line, also where only one prints it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
+        text = printable(" ".join(text.split()))
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

@@ -1,6 +1,8 @@
 """Tests ../support/distributed.py: who the ranks are, and how they end together."""
 
+import json
 import math
+import os
 import re
 from functools import partial
 
@@ -109,7 +111,11 @@ def test_ranks_end_together_with_one_line(act, code, message, tmp_path):
     processes = start_ranks([], tmp_path, 2, inject=partial(instead_of_a_run, act))
     assert finish(processes, tmp_path) == (code, "", f"train_gpt2.py: error: {message}\n")
     assert processes[1].exitcode == code and (tmp_path / "rank1.err").read_text() == ""
+    for rank in range(2):  # torchrun shows the one of the rank that it saw fail first
+        left = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert message.partition(" by rank")[0] in left["message"]["message"]
 
 
 def instead_of_a_run(act, rank: int):
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"rank{rank}.json"
     train_gpt2.set_up_and_train = lambda typed, world, signals: act(world)
