@@ -52,7 +52,13 @@ from support.files import whole_file
 from support.muon import MuonAdamW
 from support.pretrained import Pretrained, load_weights, read
 from support.synonyms import SYNONYMS
-from support.tokenizer import as_json, load_tokenizer, require_tokenizer, token_lengths
+from support.tokenizer import (
+    as_json,
+    load_tokenizer,
+    provide_vocab,
+    require_tokenizer,
+    token_lengths,
+)
 
 # ---- Flags: each is declared once, here. Start reading at main, at the end -----------------------
 
@@ -872,15 +878,18 @@ def sample_weights(model: GPT, tokenizer: str, config: TrainConfig, ask: bool):
 
 def read_prompts(default: str) -> Iterator[str]:
     """Yield what is typed on a terminal, line after line until Ctrl-D, or each line of a pipe or
-    file on stdin. Yield default where stdin is none of these, as in a notebook."""
+    file on stdin. Yield default where there is none, and in a notebook."""
     on_terminal = logger.is_terminal(sys.stdin)
     if not on_terminal:
-        # Asked of the kind of file, since reading from others may wait forever.
+        # Asked of the kind of file, since reading from others may wait forever. So may the pipe
+        # that a notebook opens and never writes to.
         kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
-        if kind not in (stat.S_IFIFO, stat.S_IFREG):
+        if kind not in (stat.S_IFIFO, stat.S_IFREG) or logger.in_notebook():
             yield default
             return
         errors.print_error("no --prompt: reading prompts from stdin, one a line")
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # judged by TrainConfig
+    is_empty = True
     while True:
         errors.stop_watchdog()  # waiting for the user is not a hang
         try:
@@ -888,7 +897,10 @@ def read_prompts(default: str) -> Iterator[str]:
         except EOFError:
             if on_terminal:
                 logger.show("")  # Ctrl-D leaves the cursor behind "prompt> "
+            elif is_empty:
+                yield default
             return
+        is_empty = False
         yield prompt
 
 
@@ -920,7 +932,12 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     world.check_same({"the data": here.fingerprint})
     if state:
         world.from_main(check_same_run, state, config, data)
-        if state["step"] == config.steps == checkpoint.read_summary(out_dir).get("steps"):
+        # Not complete with its last step alone: its last evaluation may be missing.
+        last = checkpoint.read_summary(out_dir).get("steps")
+        if state["step"] > config.steps or state["step"] == config.steps == last:
+            if world.is_main:
+                made = f"{state['step']:,} steps are made"
+                logger.show(f"already complete: {made}, and --steps is {config.steps:,}")
             return None
 
     # The network, and a micro-batch that fits.
@@ -980,9 +997,11 @@ def read_start(
         # On another machine there may be another checkpoint of this name, or a part of one.
         world.check_same({"the checkpoint": checkpoint.fingerprint_here(path)})
         state = world.from_main(checkpoint.read_state, path)
+        world.from_main(provide_vocab, path)
         return path, state, world.on_all(read, path)
     if "init_from" in typed:
         weights = world.from_main(checkpoint.find_weights, typed["init_from"])
+        world.from_main(provide_vocab, weights)
         return None, None, world.on_all(read, weights)
     return None, None, None
 
@@ -1019,8 +1038,6 @@ def open_data(
 
 def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
     """Raise UserError if flags or data ask for another run than the one that was saved."""
-    if config.steps < state["step"]:
-        raise UserError(f"--steps {config.steps}: the run has made {state['step']} already")
     for f in fields(TrainConfig):
         saved = state["config"].get(f.name, f.default)
         current = getattr(config, f.name)
@@ -1116,8 +1133,6 @@ def set_up_and_train(typed: dict, world: World, signals: errors.StopSignals) -> 
     # A function of its own, so that run and its DDP are freed before the process group ends.
     run = set_up(typed, world, signals)
     if run is None:
-        if world.is_main:
-            logger.show("already complete: all --steps are done")
         return errors.DONE
     try:
         return train(run)
@@ -1137,7 +1152,8 @@ def main(argv: list[str] | None = None) -> int:
         typed = read_flags(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         if is_main:  # every rank has it
-            errors.report(f"error: {error}")
+            errors.print_error(f"error: {error}")
+        errors.tell_torchrun(f"error: {error}")
         return error.exit_code
     try:
         with signals:

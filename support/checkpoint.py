@@ -31,7 +31,7 @@ from support import pretrained
 from support.errors import DiskError, NoGoodCheckpoint, UserError, print_error
 from support.files import sync
 from support.logger import LOG
-from support.tokenizer import ByteTokenizer, Gpt2Tokenizer, as_json, load_tokenizer
+from support.tokenizer import Tokenizer, as_json, load_tokenizer, provide_vocab
 
 FORMAT = 2  # of state.json
 SUMS = "SHA256SUMS"
@@ -59,9 +59,12 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     holds_run = bool(checkpoints(out_dir))
     if holds_run and not resume:
         raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
-    # A start that was stopped before its first checkpoint leaves these.
+    # A start that was stopped before its first checkpoint leaves these, or plot.py has drawn it.
     unfinished = {path for path in out_dir.glob("step_[0-9]*.tmp") if path.is_dir()}
     others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log, out_dir / "wandb"}
+    others -= set(out_dir.glob("curves*.png"))
+    if (out_dir / SUMS).exists():
+        raise UserError(f"--out-dir {out_dir} is a checkpoint: name its run, {out_dir.parent}")
     if others and not holds_run:
         raise UserError(f"--out-dir {out_dir} holds {min(others).name} and no run: name a new one")
     if log.is_symlink() or (log.exists() and not log.is_file()):
@@ -132,6 +135,8 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
             (unfinished / name).write_bytes(content)
         save_file(pretrained.hf_weights(model), unfinished / "model.safetensors", {"format": "pt"})
         save_file(optimizer_tensors(model, optimizer), unfinished / "optimizer.safetensors")
+        for file in unfinished.glob("*.safetensors"):  # which only their owner may read
+            shutil.copymode(unfinished / "state.json", file)
         with ThreadPoolExecutor() as pool:  # the two large files at the same time
             lines = list(pool.map(sync_and_sum, sorted(unfinished.iterdir())))
         (unfinished / SUMS).write_bytes("".join(lines).encode())
@@ -286,11 +291,13 @@ def find_weights(name: str) -> Path:
     return path
 
 
-def load_model(name: str) -> tuple[GPT, ByteTokenizer | Gpt2Tokenizer | None]:
+def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
     """Return the network in a run's newest checkpoint, or whatever else --init-from takes, and its
     tokenizer; None if that is not here. Raise UserError if there is no network, or a damaged one.
     For notebooks: the trainer itself does not call it."""
-    source = pretrained.read(find_weights(name))
+    path = find_weights(name)
+    provide_vocab(path)
+    source = pretrained.read(path)
     model = GPT(source.shape).eval()
     pretrained.load_weights(model, source)
     return model, load_tokenizer(source.tokenizer)

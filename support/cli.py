@@ -96,7 +96,9 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
             options = {"action": argparse.BooleanOptionalAction}
         elif f.type is tuple:
             options = {"nargs": "+"}
-        text = f"{f.metadata['help']} (default: {default_text(f.name, f.default, recipes)})"
+        text = f.metadata["help"]
+        if "(default: " not in text:
+            text += f" (default: {default_text(f.name, f.default, recipes)})"
         # SUPPRESS, so that only what was typed is in the result.
         group.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **options)
     typed = vars(parser.parse_args([as_argparse_has_it(arg) for arg in argv]))

@@ -15,7 +15,7 @@ from torch.nn.attention import sdpa_kernel
 from dataloader import VOCAB_SIZES
 from model import ANY_SHAPE, GPT
 from support.errors import UserError, reset_watchdog
-from support.tokenizer import ByteTokenizer, Gpt2Tokenizer, require_tokenizer
+from support.tokenizer import Tokenizer, require_tokenizer
 
 
 @contextmanager
@@ -79,12 +79,12 @@ def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
         if not examples:
             raise ValueError("no questions")
     except Exception as error:  # a record may hold anything
-        cure = "python prepare_data.py --download hellaswag fetches a good file"
-        raise UserError(f"--hellaswag {where} is not a question ({error!r}); {cure}") from None
+        cure = "it needs ctx, endings and label; prepare_data.py --download hellaswag fetches some"
+        raise UserError(f"--hellaswag {where} is no question ({error!r}): {cure}") from None
     return examples
 
 
-def as_example(record: dict, codec: ByteTokenizer | Gpt2Tokenizer) -> Example:
+def as_example(record: dict, codec: Tokenizer) -> Example:
     """Return a record in tokens: of its context, and of a space and each choice, as in llm.c."""
     if "endings" in record:
         context, choices = record["ctx"], record["endings"]

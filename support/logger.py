@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from train_gpt2 import Run
 
 LOG = "log.jsonl"
-OVERFITTING_CURE = "try fewer --steps, --dropout 0.2, or more text"
+OVERFITTING_CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
 
 
 class Logger:
@@ -36,6 +36,7 @@ class Logger:
     def __init__(self, out_dir: Path, is_main: bool, wandb_run=None):
         self.is_main = is_main
         self.wandb_run = wandb_run
+        self.has_warned = False  # of overfitting
         self.recent_seconds: deque[float] = deque(maxlen=100)
         if not is_main:
             return
@@ -85,8 +86,11 @@ def show(text: str, end: str = "\n"):
 
 def is_terminal(stream: TextIO | None) -> bool:
     """Return whether stream is a terminal, and not a cell of a notebook, which looks like one."""
-    in_notebook = "JPY_PARENT_PID" in os.environ  # set by Jupyter, and inherited
-    return stream is not None and stream.isatty() and not in_notebook
+    return stream is not None and stream.isatty() and not in_notebook()
+
+
+def in_notebook() -> bool:
+    return "JPY_PARENT_PID" in os.environ  # set by Jupyter, and inherited
 
 
 def default_interval(num_steps: int) -> int:
@@ -147,23 +151,24 @@ def warn_if_slow(run: "Run", seconds: float):
     config = run.config
     if run.log.recent_seconds or seconds < 60:
         return
-    hours = seconds * (config.steps - run.step) / 3600
-    cure = "" if config.model == "nano" else "; --model nano learns in minutes on any computer"
-    run.log.print(
-        f"a step takes about {seconds / 60:.0f} minutes here, and all --steps {hours:,.0f} hours:"
-        f" for shorter ones lower --batch-tokens {config.batch_tokens}{cure}"
-    )
+    step_time = timedelta(seconds=round(seconds))
+    cure = f"for shorter steps lower --batch-tokens {config.batch_tokens}"
+    if config.model != "nano" and run.step == 0:
+        cure += "; --model nano learns in minutes on any computer"
+    with tqdm.external_write_mode():  # a progress bar of the step is on the terminal
+        run.log.print(
+            f"a step takes about {step_time} here (h:mm:ss), and the"
+            f" {config.steps - run.step:,} to come {step_time * (config.steps - run.step)}: {cure}"
+        )
 
 
 def warn_if_overfitting(run: "Run"):
     """Say once that the best validation is a third of the run ago, and the loss 2 % above it."""
     best = min(run.val_losses, key=run.val_losses.get, default=0)
-    late = [
-        step
-        for step, loss in run.val_losses.items()
-        if step - best > run.config.steps / 3 and loss > 1.02 * run.val_losses[best]
-    ]
-    if late == [run.step]:
+    is_late = run.step - best > run.config.steps / 3
+    loss = run.val_losses.get(run.step, 0)
+    if is_late and loss > 1.02 * run.val_losses[best] and not run.log.has_warned:
+        run.log.has_warned = True
         run.log.print(
             f"overfitting: the validation loss has risen since step {best:,}: {OVERFITTING_CURE}"
         )

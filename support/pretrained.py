@@ -16,6 +16,7 @@ from model import GPT, GPTConfig
 from support.errors import UserError
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores them as (in, out)
+HUB_FILES = ["config.json", "*.safetensors", "merges.txt", "vocab.json"]
 UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # masks of old files; tied to wte
 WRAPPERS = r"^(module\.|_orig_mod\.|transformer\.)+"  # name prefixes of DDP, compile and GPT
 SAME = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
@@ -107,7 +108,7 @@ def download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except Exception as error:  # it is not installed, or it or what it uses has failed
         problem = f"--init-from {name}: no such file or folder, nor on the hub ({error!s:.200})"
         cure = f"pip install huggingface_hub; hf download {name} --local-dir {Path(name).name}"

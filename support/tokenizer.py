@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,13 +13,22 @@ import numpy as np
 
 from dataloader import VOCAB_SIZES
 from support.errors import DISK_ERRNOS, UserError
+from support.files import whole_file
 
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 VOCAB_URLS = [VOCAB_URL + "vocab.bpe", VOCAB_URL + "encoder.json"]
 END_OF_TEXT = "<|endoftext|>"  # the last id of both, before each document
 
 
-class ByteTokenizer:
+class Tokenizer:
+    """What the two tokenizers share."""
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens. Bytes that are no whole character become U+FFFD."""
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
+
+
+class ByteTokenizer(Tokenizer):
     """Each byte of UTF-8 is a token; 256 is <|endoftext|>."""
 
     def encode(self, text: str) -> list[int]:
@@ -59,7 +70,7 @@ class ByteTokenizer:
         return {"tokenizer.json": as_json(tokenizer), "tokenizer_config.json": as_json(config)}
 
 
-class Gpt2Tokenizer:
+class Gpt2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding, by tiktoken; 50256 is <|endoftext|>."""
 
     def __init__(self):
@@ -105,13 +116,24 @@ def missing_vocab() -> list[Path]:
     return [path for path in vocab_files() if not path.exists()]
 
 
+def provide_vocab(checkpoint: Path):
+    """Copy GPT-2's vocabulary from a checkpoint to where tiktoken looks for it, if it is missing
+    there. tiktoken verifies its SHA-256."""
+    for path, name in zip(vocab_files(), ("merges.txt", "vocab.json"), strict=True):
+        if (checkpoint / name).is_file() and not path.exists():
+            with suppress(OSError):  # a folder that can't be written: then it stays missing
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(path) as f:
+                    f.write((checkpoint / name).read_bytes())
+
+
 def vocab_cure() -> str:
     pairs = [f"{url} as {path.name}" for url, path in zip(VOCAB_URLS, vocab_files(), strict=True)]
     return f"fetch {' and '.join(pairs)} elsewhere, and set TIKTOKEN_CACHE_DIR to their folder"
 
 
 @lru_cache
-def load_tokenizer(name: str, may_download: bool = False) -> ByteTokenizer | Gpt2Tokenizer | None:
+def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
     """Return a tokenizer; None if its name is unknown, or it is not here and may not be fetched."""
     if name == "bytes":
         return ByteTokenizer()
@@ -120,7 +142,7 @@ def load_tokenizer(name: str, may_download: bool = False) -> ByteTokenizer | Gpt
     return None
 
 
-def require_tokenizer(name: str) -> ByteTokenizer | Gpt2Tokenizer:
+def require_tokenizer(name: str) -> Tokenizer:
     """Return a tokenizer. Raise UserError if it is unknown or not here."""
     tokenizer = load_tokenizer(name)
     if tokenizer is None:

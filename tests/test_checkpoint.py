@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import digest, each_flipped, flags, losses, train
+from conftest import NEEDS_POSIX, digest, each_flipped, flags, losses, train
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -111,6 +111,12 @@ def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path):
     assert_close(model.transformer.ln_f.weight, read(whole[1] / "step_000012").weights[LN_F])
     with pytest.raises(UserError, match="nor on the hub"):
         load_model(str(tmp_path / "nothing"))
+
+
+@NEEDS_POSIX
+def test_others_may_read_all_files_of_a_checkpoint_or_none(tmp_path):
+    modes = {file.stat().st_mode for file in saved(tmp_path).iterdir()}
+    assert len(modes) == 1
 
 
 def test_a_network_that_can_not_be_saved_fails_before_the_first_step(

@@ -63,7 +63,7 @@ BAD = [
 @pytest.mark.parametrize("line", [*map(json.dumps, BAD), '{"ctx": ', "[" * 10**5, "\x00"])
 def test_a_bad_line_is_one_line_with_its_place(line, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(HELLASWAG) + "\n\n" + line)
-    with pytest.raises(UserError, match=r"^--hellaswag .*a.jsonl, line 3 is not a question .*$"):
+    with pytest.raises(UserError, match=r"^--hellaswag .*a.jsonl, line 3 is no question .*$"):
         open_examples(str(tmp_path / "a.jsonl"), 257, "bytes")
 
 

@@ -8,7 +8,13 @@ import pytest
 from conftest import NEEDS_GPT2, records, run
 
 from dataloader import VOCAB_SIZES
-from support.tokenizer import load_tokenizer, missing_vocab, token_lengths, vocab_cure
+from support.tokenizer import (
+    load_tokenizer,
+    missing_vocab,
+    provide_vocab,
+    token_lengths,
+    vocab_cure,
+)
 
 EITHER = pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
 TEXTS = [
@@ -36,6 +42,7 @@ def test_a_checkpoints_tokenizer_in_transformers_is_ours(tmp_path, name):
     for text in TEXTS:
         ids = ours.encode(text)
         assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
+        assert ours.decode(ids) == text
     # An end of text inside a text is ordinary text.
     assert max(ours.encode("<|endoftext|>")) < end
     if name == "bytes":  # Hugging Face's of GPT-2 takes it for the end
@@ -79,3 +86,17 @@ def test_missing_vocab_names_the_files_that_tiktoken_looks_for(tmp_path, monkeyp
     for name in names:
         (tmp_path / name).touch()
     assert missing_vocab() == []
+
+
+@NEEDS_GPT2
+def test_a_checkpoint_provides_the_vocabulary_where_tiktoken_has_none(tmp_path, monkeypatch):
+    files = load_tokenizer("gpt2").files(24)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    assert len(missing_vocab()) == 2
+    provide_vocab(tmp_path / "nothing")
+    assert len(missing_vocab()) == 2
+    provide_vocab(tmp_path)
+    assert missing_vocab() == []
+    assert load_tokenizer.__wrapped__("gpt2").files(24) == files

@@ -289,6 +289,8 @@ def test_a_complete_run_is_left_alone_and_made_complete_if_it_was_not(whole, dat
     before = snapshot(out_dir)
     code, out, err = train(line, tmp_path)
     assert code == 0 and "already complete" in out, err
+    code, out, err = train([*line, "--steps=9"], tmp_path)  # as a repeated cell of a notebook does
+    assert code == 0 and "already complete" in out, err
     assert snapshot(out_dir) == before
     (out_dir / "summary.json").unlink()  # as if it had been killed in its last evaluation
     code, out, err = train(line, tmp_path)
@@ -491,6 +493,17 @@ def test_each_line_of_a_pipe_is_a_prompt_and_an_empty_one_begins_a_document(whol
     typed = train_gpt2.main([*line, "--prompt="])
     nothing = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     assert typed == 0 and nothing.stdout.decode() == of_none + "\n"
+    empty = subprocess.run(command, input=b"", capture_output=True, timeout=60)
+    assert (empty.returncode, empty.stdout) == (0, nothing.stdout)
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    latin = subprocess.run(command, input=b"caf\xe9\n", capture_output=True, timeout=60, env=strict)
+    assert latin.returncode == 0 and b"--prompt is not UTF-8" in latin.stdout, latin.stderr
+    # A notebook on Windows opens a pipe, and writes nothing into it.
+    cell = os.environ | {"JPY_PARENT_PID": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=cell
+    ) as waits:
+        assert waits.wait(60) == 0 and waits.stdout.read() == nothing.stdout
 
 
 # ---- Data that others wrote ----------------------------------------------------------------------
@@ -589,13 +602,14 @@ WEIGHTS = "--model gpt2 --seq-len 16 --init-from"
 MISTAKES = {
     "--data-dir nowhere": "--data-dir nowhere .*--input",
     "--data-dir run/summary.json": "--data-dir run/summary.json is not a folder .*--input",
-    "--data-dir .": "--data-dir . holds no shards of tokens: .*--input . --data-dir .-tokens",
+    "--data-dir .": "--data-dir . holds no shards of tokens: .*--input . --data-dir data/",
     "--data-dir none": "none/train_1.bin .*holds 0 tokens, its header says 500",
     "--data-dir llama": "llama/train_1.bin .*starts with 20240801, 7 instead of 20240520, 1",
     "--data-dir beyond --model gpt2": "beyond/train_1.bin .*60000.* 50256",
     "--seq-len 4096 --batch-tokens 4096": "--seq-len 4096 needs .* has 1009",
     "--hellaswag nowhere.jsonl": "nowhere.jsonl",
     "--out-dir run": "--out-dir run holds a run: add --resume, or name another",
+    "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: name another",
     "--out-dir run/summary.json/run": "--out-dir .*run/summary.json/run",
     "--out-dir llama": "--out-dir llama holds train_0.bin and no run: name a new",
