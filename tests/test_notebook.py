@@ -41,8 +41,8 @@ def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path, monkeypatch
         texts.append("".join(output.get("text", "") for output in outputs).replace("\r\n", "\n"))
     assert num_pictures == 3  # losses, attention, the ladder
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", "".join(texts))  # as of a progress bar
-    train, resumed, sample, logits = [text for text in texts if text][1:]
+    train, resumed, sample, logits = [text for text in texts if text]
     assert "done: 60 steps" in train and len(train.splitlines()) < 60
     assert "resumed after step 60" in resumed and "done: 75 steps" in resumed
-    assert sample.startswith("class Tree") and "\n---\nclass Tree" in sample
+    assert sample.startswith("def mean(values):") and len(sample) > 200
     assert len(re.findall(r"^0\.\d{3}  b'", logits, re.M)) == 5
