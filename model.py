@@ -221,8 +221,8 @@ class GPT(nn.Module):
         return 6 * sum(multiplied) + self.config.n_layer * attention_flops
 
     def features(self, idx: Tensor, cache: dict | None = None, past: int = 0) -> Tensor:
-        """Return what the head predicts the next token from: idx (B, T) -> (B, T, C). With a cache,
-        idx continues `past` tokens whose keys and values the cache holds."""
+        """Return the final hidden states: idx (B, T) -> (B, T, C). With a cache, idx continues
+        `past` tokens whose keys and values the cache holds."""
         end = past + idx.shape[1]
         if end > self.config.seq_len:
             raise ValueError(f"{end} tokens are more than seq_len {self.config.seq_len}")
@@ -262,8 +262,8 @@ class GPT(nn.Module):
         chunk = self.computation.loss_chunk_tokens or len(x)
         if chunk >= len(x):
             return self.loss(x, targets, "mean")
-        # The logits and their gradient are the largest tensors of a step. Here only those of one
-        # chunk exist at a time: backward computes them again, as --recompute does with a block.
+        # The logits and their gradient are the largest tensors of a step. From here on, only those
+        # of one chunk exist at a time: backward computes them again, as --recompute a block's.
         loss = torch.zeros((), device=x.device)
         for part, ids in zip(x.split(chunk), targets.split(chunk), strict=True):
             loss = loss + checkpoint(

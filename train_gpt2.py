@@ -70,11 +70,13 @@ DEVICES = ("auto", "cpu", "cuda", "mps")
 @dataclass(frozen=True)
 class TrainConfig:
     """One run. The defaults are GPT-2 124M's; RECIPES hold what differs for the other models.
-    on_resume says what a resumed run may do. KEEP: it must not change the flag. ROUNDS: it may, and
-    then the last bits of the result may change. FREE (the default): it may. ONCE: the flag is for
-    one command, not for the run."""
+    on_resume says whether a resumed run may change a flag. KEEP: no, since it would be another
+    network, or other data. ROUNDS: yes, and the last bits of the result may change. FREE (the
+    default): yes. ONCE: the flag is for one command, not for the run."""
 
-    model: str = flag("gpt2", "recipe", KEEP, choices=SHAPES, group="run")
+    model: str = flag(
+        "gpt2", "recipe (default: gpt2 on a GPU, else nano)", KEEP, choices=SHAPES, group="run"
+    )
     out_dir: str = flag("", "folder of the run (default: next free out/NNN)", ONCE)
     resume: bool = flag(False, "continue from the run's newest good checkpoint, or start it", ONCE)
     init_from: str = flag("", "initial weights: folder, file or name on the hub", KEEP)
@@ -103,7 +105,7 @@ class TrainConfig:
     # 50 steps are the lecture's. One pass over 10 billion tokens is 19,073 steps.
     steps: int = flag(50, "optimizer steps", min=1, group="optimization")
     # 375 million tokens, as GPT-3 had.
-    warmup_steps: int = flag(715, "steps of linear warm-up, by default at most steps / 5")
+    warmup_steps: int = flag(715, "steps of linear warm-up; if not typed, at most steps / 5")
     learning_rate: float = flag(6e-4, "peak learning rate")
     cosine: bool = flag(True, "decay the learning rate along a cosine")
     decay_to: float = flag(0.1, "final rate, as a fraction of the peak", max=1)
@@ -130,7 +132,7 @@ class TrainConfig:
     bf16: bool = flag(True, "speed-up 2: bfloat16 where it is safe (autocast)", ROUNDS)
     compile: bool = flag(True, "speed-up 3: torch.compile", ROUNDS)
     flash: bool = flag(True, "speed-up 4: attention in one fused kernel", ROUNDS)
-    # The only speed-up that must be as it was: it changes the sizes of the optimizer's state.
+    # The only speed-up that a resume can't change: the optimizer's state has its sizes.
     pad_vocab: bool = flag(True, "speed-up 5: 50,304 embedding rows, not 50,257", KEEP)
     fused: bool = flag(True, "speed-up 6: AdamW in one kernel", ROUNDS)
     # Judging by the code generated for an H100 it saves a quarter of the memory traffic. What that
@@ -177,7 +179,7 @@ class TrainConfig:
     def num_micro_batches(self, num_ranks: int) -> int:
         """Return the forward and backward passes of each rank in a step. Raise UserError if the
         batch is not a multiple of what all ranks take in one pass."""
-        B = max(1, self.micro_batch_size)  # 0 until it is known what fits: then one must work
+        B = max(1, self.micro_batch_size)  # 0: not chosen yet, and then 1 must divide the batch
         tokens_per_pass = B * self.seq_len * num_ranks
         count, remainder = divmod(self.batch_tokens, tokens_per_pass)
         if remainder:
@@ -260,24 +262,24 @@ def resolve(
 
 
 def given_flags(typed: dict, state: dict | None) -> dict:
-    """Return the flags that were typed, now or for earlier processes of this run. --speed-ups
-    stands for the flags that it turns on and off."""
+    """Return the flags that were typed, now or for earlier processes of this run. --speed-ups is
+    expanded into the flags that it turns on and off."""
     saved = state["typed"] if state else {}
-    ladder = {}
+    from_speed_ups = {}
     if "speed_ups" in typed:
         names = [name.replace("-", "_") for name in SPEED_UPS]
         saved = {name: value for name, value in saved.items() if name not in names}
         num_on = UP_TO.index(typed["speed_ups"])
-        ladder = dict.fromkeys(names[num_on:], False)
+        from_speed_ups = dict.fromkeys(names[num_on:], False)
         if 0 < num_on <= len(names):
             # Those before it stay on where the device has them. The one that is named is required.
-            ladder[names[num_on - 1]] = True
+            from_speed_ups[names[num_on - 1]] = True
         if state:
-            ladder.pop("pad_vocab", None)  # a resume can't change it
+            from_speed_ups.pop("pad_vocab", None)  # a resume can't change it
     lasting = [f.name for f in fields(TrainConfig) if f.metadata["on_resume"] != ONCE]
     # Typed, not resolved: on another device the defaults of that device hold.
     saved = {name: value for name, value in saved.items() if name in lasting}
-    return saved | ladder | typed
+    return saved | from_speed_ups | typed
 
 
 def flags_of_weights(source: Pretrained | None, explicit: dict) -> dict:
@@ -445,7 +447,7 @@ def train_step(run: Run) -> StepResult:
             logger.warn_if_slow(run, (time.perf_counter() - started) / 2 * num_micro_batches)
     run.loader.read_ahead()  # the disk works while the GPU does
 
-    # Gradients are scaled up for float16. They are scaled down before they are measured.
+    # With --fp16 the gradients are scaled up. Undo that before their norm is taken.
     run.scaler.unscale_(run.optimizer)
     # Computed without --grad-clip too, for the log: a jump in it often precedes a divergence.
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
@@ -599,14 +601,14 @@ def evaluate_if_due(run: Run):
         figures = validate(
             run.model, run.net, run.val_loader, run.data.tokenizer, config, run.world
         )
-        # Record only saved steps, so that the best one is on the disk; nan is no candidate.
+        # Record only saved steps, so that the best one is on the disk. A nan can't be the best.
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
             run.val_losses[run.step] = figures["val_loss"]
         run.log.record(step=run.step, **figures)
         run.log.print(f"validation after step {run.step}: {evaluate.in_words(figures)}")
         logger.warn_if_overfitting(run)
     if run.step == 0:
-        return  # new weights have nothing to say
+        return  # no samples of untrained weights
     if config.num_samples and run.world.is_main:
         write_samples(run)
     if run.questions:
@@ -834,6 +836,7 @@ def use_weights(typed: dict, world: World) -> int:
     if config.eval_only:
         evaluate_weights(model, source, config, world)
     if config.sample_only and world.is_main:
+        errors.print_error(f"sampling from {source.path}")
         config = replace(config, num_samples=max(1, config.num_samples))  # the run may have none
         try:
             sample_weights(model, source.tokenizer, config, ask=not prompt_typed)
@@ -880,7 +883,9 @@ def read_prompts(default: str) -> Iterator[str]:
     """Yield what is typed on a terminal, line after line until Ctrl-D, or each line of a pipe or
     file on stdin. Yield default where there is none, and in a notebook."""
     on_terminal = logger.is_terminal(sys.stdin)
-    if not on_terminal:
+    if on_terminal:
+        errors.print_error("type the beginning of a text, or Ctrl-D to end")
+    else:
         # Asked of the kind of file, since reading from others may wait forever. So may the pipe
         # that a notebook opens and never writes to.
         kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
@@ -1026,7 +1031,7 @@ def open_data(
         data = corpus.open_folder(Path(folder))
     except ShardError as error:  # now it is the user's mistake, later the disk's
         raise UserError(str(error)) from error
-    # A GPT-2 over bytes keeps its 50,257 rows, so that its size and speed are GPT-2's.
+    # --model gpt2 on bytes keeps its 50,257 rows, so that its size and speed are GPT-2's.
     vocab_size = SHAPES[config.model].vocab_size
     if source:
         vocab_size = source.shape.vocab_size

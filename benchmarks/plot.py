@@ -221,12 +221,14 @@ def losses_by_tokens(run: Run) -> dict[float, float]:
 
 def runs_table(runs: list[Run]) -> str:
     """Return a table of runs: the flags that differ, validations, and the time of the steps."""
+    # Of all runs, since an older one may lack a flag that was added to the program meanwhile.
+    flags = {name: None for run in runs for name in run.flags}
     names = [
         name
-        for name in runs[0].flags
-        if name != "out_dir" and len({str(run.flags.get(name)) for run in runs}) > 1
+        for name in flags
+        if name not in ("out_dir", "resume") and len({str(run.flags.get(name)) for run in runs}) > 1
     ]
-    rows = [["run", *names, "steps", "first validation", "last", "best", "minutes"]]
+    rows = [["run", *names, "steps made", "first validation", "last", "best", "minutes"]]
     for run in runs:
         steps = run.series("loss")[0]
         _, losses = run.series("val_loss")
@@ -336,7 +338,7 @@ def main() -> int:
     parser = machine.OneLineParser(prog="plot.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run's folder, or one above runs: out/001, out")
-    add("--out", type=Path, help="picture to write (default: RUN/curves.png, no picture --against)")
+    add("--out", type=Path, help="picture to write (default: RUN/curves.png; with --against, none)")
     add("--against", metavar="NAME", help="say how runs compare with a RUN, or with reference")
     args = parser.parse_args()
     try:

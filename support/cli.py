@@ -3,6 +3,8 @@
 import argparse
 import difflib
 import re
+import shlex
+from contextlib import suppress
 from dataclasses import field, fields
 
 from support.errors import UserError
@@ -33,10 +35,10 @@ def spell(name: str) -> str:
 
 
 def typed_as(name: str, value) -> str:
-    """Return how a flag with this value is typed: --no-compile, --steps 50."""
+    """Return how a flag with this value is typed: --no-compile, --steps 50, --prompt 'def '."""
     if isinstance(value, bool):
         return spell(name) if value else f"--no-{spell(name)[2:]}"
-    return f"{spell(name)} {value}"
+    return f"{spell(name)} {shlex.quote(str(value))}"
 
 
 def check_limits(kind: type, values: dict):
@@ -58,6 +60,11 @@ class OneLineParser(argparse.ArgumentParser):
         if switch:
             raise UserError(f"{switch[1]} is a switch: type it, or {switch[2]}")
         hint = "see --help"
+        number = re.search(r"invalid (int|float) value: '(.*)'", message)
+        if number:
+            hint = "type a whole number" if number[1] == "int" else "type a number"
+            with suppress(ValueError, OverflowError):  # such as 1e3
+                hint = f"try {int(float(number[2]))}"
         if "unrecognized" in message:
             if "--" not in message:  # as `--compile true`, or a file without its flag
                 hint = "flags begin with --, a switch takes no value, and there are no config files"

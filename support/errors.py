@@ -123,7 +123,9 @@ class StopSignals:
             raise KeyboardInterrupt
         if is_first and self.is_main:
             with suppress(OSError):  # os.write, since the signal may have interrupted a print
-                os.write(2, b"\nstopping after this step; after 2 s Ctrl-C quits without saving\n")
+                os.write(
+                    2, b"\nfinishing and saving this step; Ctrl-C again after 2 s quits at once\n"
+                )
 
 
 def reset_watchdog():

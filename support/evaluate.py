@@ -68,10 +68,10 @@ def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
     codec = require_tokenizer(tokenizer)
     if VOCAB_SIZES[tokenizer] > vocab_size:
         raise UserError(f"--hellaswag: the network knows ids below {vocab_size}, not {tokenizer}'s")
+    if not Path(path).is_file():  # reading a pipe would wait forever
+        raise UserError(f"--hellaswag {path}: there is no such file")
     where, examples = path, []
     try:
-        if not Path(path).is_file():  # reading a pipe would wait forever
-            raise ValueError("no such file")
         for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
             where = f"{path}, line {number}"
             if line.strip():

@@ -124,7 +124,7 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
         f"data: {run.data.folder}, {run.data.tokenizer}{source}: {epochs:.2f} epochs of"
-        f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are unused",
+        f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over",
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {optimizer}",
@@ -197,7 +197,10 @@ def changes_since(state: dict, run: "Run") -> list[str]:
         saved, current = state["environment"][name], run.environment[name]
         if saved != current:
             changes[ROUNDS].append(f"{name} {current} instead of {saved}")
-    lines = [f"flags: {' '.join(typed)}", *[f"changed: {change}" for change in changes[FREE]]]
+    lines = [
+        f"flags given so far: {' '.join(typed)}",
+        *[f"changed: {change}" for change in changes[FREE]],
+    ]
     if changes[ROUNDS]:
         dropout = ", which drops other activations" if run.config.dropout else ""
         lines.append(f"not bit for bit because of {', '.join(changes[ROUNDS])}{dropout}")
@@ -238,7 +241,7 @@ def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: di
         axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
         width = max(1, len(values) // 50)
         smooth = np.convolve(values, np.ones(width) / width, "valid")
-        label = f"training: {smooth[-1]:.3f}, mean of {width}"
+        label = f"training: {smooth[-1]:.3f}, mean of {width} step{'s' if width > 1 else ''}"
         axes.plot(steps[width // 2 :][: len(smooth)], smooth, color="#4a7fd0", label=label)
     if val_losses:
         last = max(val_losses)

@@ -255,9 +255,16 @@ def generate(model: GPT, idx, num_tokens: int, seed=0, temperature=1.0, top_k=0)
 
 @EITHER_ATTENTION
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_cached_keys_change_no_token_and_a_padded_id_is_never_drawn(flash, temperature):
-    """Against a pass over all that is remembered for each token: beyond seq_len, the newer half."""
-    model, idx, start = spread(tiny(flash=flash)), tokens(3, 5), 0
+@pytest.mark.parametrize("name", [f.name for f in fields(GPTConfig) if f.type is bool])
+def test_cached_keys_change_no_token_and_a_padded_id_is_never_drawn(flash, temperature, name):
+    """Against a pass over all that is remembered for each token: beyond seq_len, the newer half.
+    For each switch of the shape, also of those that somebody adds."""
+    for value in (False, True):
+        check_cache(replace(TINY, **{name: value}), Computation(flash=flash), temperature)
+
+
+def check_cache(shape: GPTConfig, computation: Computation, temperature: float):
+    model, idx, start = spread(GPT(shape, computation)), tokens(3, 5), 0
     model.lm_head.weight.data[97:] = 100.0  # as a bad checkpoint might have it
     state = torch.get_rng_state()
     rng = torch.Generator().manual_seed(3)
