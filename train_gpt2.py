@@ -836,7 +836,8 @@ def use_weights(typed: dict, world: World) -> int:
     if config.eval_only:
         evaluate_weights(model, source, config, world)
     if config.sample_only and world.is_main:
-        errors.print_error(f"sampling from {source.path}")
+        if logger.is_terminal(sys.stdin):
+            errors.print_error(f"sampling from {source.path}")
         config = replace(config, num_samples=max(1, config.num_samples))  # the run may have none
         try:
             sample_weights(model, source.tokenizer, config, ask=not prompt_typed)
