@@ -24,7 +24,7 @@ VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # <|endoftext|> is the last id of b
 
 
 class ShardError(ValueError):
-    """A token shard is missing, not whole, or does not fit: the user's mistake."""
+    """A token shard is missing, incomplete, or does not fit: the user's mistake."""
 
     exit_code = 2
 
@@ -69,7 +69,7 @@ def shard_header(num_tokens: int) -> bytes:
 
 
 def open_shard(path: Path) -> Shard:
-    """Return the shard in path. Raise ShardError if there is none, or not a whole one."""
+    """Return the shard in path. Raise ShardError if there is none, or it is incomplete."""
     try:
         shard = recognize(path)
         on_disk = (path.stat().st_size - shard.offset) / TOKEN.itemsize
@@ -78,7 +78,7 @@ def open_shard(path: Path) -> Shard:
         return shard
     except Exception as error:  # numpy parses a damaged .npy header with Python's own parser
         raise ShardError(
-            f"{path} is not a whole token shard: {error}; copy it again, or write it with {PREPARE}"
+            f"{path} is not a complete shard: {error}; copy it again, or write it with {PREPARE}"
         ) from error
 
 

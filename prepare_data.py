@@ -7,7 +7,7 @@ python prepare_data.py --verify --data-dir data/web
 
 Any text will do: .txt, .md, source code, whole folders. In .jsonl, .json, .csv, .tsv and .parquet
 each record is a document, and --text-field names the field that holds its text. A preparation or
-download that was killed goes on when it is repeated.
+download that was killed continues when you repeat the command.
 """
 
 import hashlib
@@ -58,13 +58,13 @@ class PrepareConfig:
     input: tuple = flag((), "files, folders, 'patterns'; none: Python's source", group="source")
     download: str = flag("", "what to fetch instead", choices=(*DATASETS, "hellaswag"))
     verify: bool = flag(False, "compare shards with the SHA-256 in their manifest instead")
-    data_dir: str = flag("", "folder to write; none: data/CORPUS", group="how")
+    data_dir: str = flag("", "folder to write (default: data/NAME; --input needs one)", group="how")
     tokenizer: str = flag("bytes", "GPT-2's tokens, or bytes as tokens", choices=(*VOCAB_SIZES,))
     text_field: str = flag("text", "field of a record that holds its text")
     shard_tokens: int = flag(100_000_000, "tokens per shard", min=1024)
     val_fraction: float = flag(0.01, "share of documents for validation", min=1e-5, max=0.5)
-    seed: int = flag(1337, "of the draw of these documents", min=0)
-    workers: int = flag(0, "processes for gpt2's tokens, by default one per core", min=0, max=61)
+    seed: int = flag(1337, "seed of the choice of these documents", min=0)
+    workers: int = flag(0, "processes for gpt2's tokens (default: one per core)", min=0, max=61)
     shards: int = flag(100, "training shards of 100M tokens", min=1)
 
     @property
@@ -322,7 +322,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
             bar.update(reader.position - bar.n)
         for name, split in splits.items():
             if not split.shards and split.num_tokens < 2:  # an input and its target
-                reasons = "; ".join(notes(reader)) or "add more text"
+                reasons = "; ".join([*notes(reader), "add more text"])
                 raise UserError(f"--input has {split.num_tokens} tokens for {name}: {reasons}")
         for split in splits.values():
             if split.num_tokens:
@@ -357,7 +357,9 @@ def prepare(config: PrepareConfig):
                 manifest = open_manifest(unfinished, config, files)
                 write_shards(unfinished, manifest, reader, config)
             finally:
-                if not (unfinished / MANIFEST).exists():  # no shard is whole: nothing to go on with
+                if not (
+                    unfinished / MANIFEST
+                ).exists():  # no shard is complete: nothing to continue
                     shutil.rmtree(unfinished, ignore_errors=True)
         os.rename(unfinished, folder)
         sync(folder.parent)
@@ -404,7 +406,7 @@ def fetch(repository: str, name: str, folder: Path) -> Path:
     except Exception as error:  # of the library, of httpx, of its own helpers
         if getattr(error, "errno", None) in DISK_ERRNOS:
             raise
-        raise UserError(f"{repository}/{name}: {error}; the same command goes on") from error
+        raise UserError(f"{repository}/{name}: {error}; repeat the command to continue") from error
 
 
 def download(config: PrepareConfig):
@@ -429,7 +431,12 @@ def download(config: PrepareConfig):
             path.unlink()  # so that it is fetched again
             raise
         publish_shard(path, folder / name, split, manifest)
-    report(folder, manifest, [])
+    lines = []
+    try:  # the run's samples, bits per byte and questions need it, perhaps without a network
+        load_tokenizer("gpt2", may_download=True)
+    except UserError as error:
+        lines = [f"GPT-2's vocabulary is missing: {error}"]
+    report(folder, manifest, lines)
 
 
 def download_questions(config: PrepareConfig):
@@ -441,7 +448,7 @@ def download_questions(config: PrepareConfig):
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         path.unlink()
-        raise UserError(f"{path} is not a whole parquet file: {error}") from error
+        raise UserError(f"{path} is an incomplete parquet file: {error}") from error
     target = config.folder / "hellaswag_val.jsonl"
     with whole_file(target) as file:
         for row in rows:
@@ -469,7 +476,7 @@ def main(argv: list[str] | None = None) -> int:
             prepare(config)
         return 0
     except KeyboardInterrupt:
-        reason, code = "stopped; the same command goes on", INTERRUPTED
+        reason, code = "stopped; repeat the command to continue", INTERRUPTED
     except ImportError as error:
         reason, code = f"error: {error.name} is missing: pip install {error.name}", 2
     except Timeout as error:
@@ -477,7 +484,7 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, ShardError, OSError, BrokenExecutor) as error:
         reason, code = f"error: {error}", UserError.exit_code
         if getattr(error, "errno", None) in DISK_ERRNOS:
-            reason, code = f"error: {error}; the same command goes on", DiskError.exit_code
+            reason, code = f"error: {error}; repeat the command to continue", DiskError.exit_code
     print("prepare_data.py:", printable(" ".join(reason.split())), file=sys.stderr)
     return code
 

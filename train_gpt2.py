@@ -115,8 +115,8 @@ class TrainConfig:
 
     # An evaluation validates, samples, and answers the questions of --hellaswag.
     eval_every: int = flag(250, "steps between evaluations; 0: at both ends", group="logs")
-    log_every: int = flag(0, "steps between lines; 0: each on a terminal, else 20 lines a run")
-    hellaswag: str = flag("", "questions in JSON lines, as HellaSwag's or ARC's")
+    log_every: int = flag(0, "steps between lines; 0: every step on a terminal, else 20 a run")
+    hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
     wandb: bool = flag(False, "write the log for Weights & Biases too")
 
     # Samples use their own random numbers, so they never change a run.
@@ -127,7 +127,9 @@ class TrainConfig:
     top_k: int = flag(50, "draw among the k likeliest tokens; 0: among all")
 
     # All are on, except those that make this device slower: see device.speed_ups_off.
-    speed_ups: str = flag("all", "turn on those up to this one", choices=UP_TO, group="speed-ups")
+    speed_ups: str = flag(
+        "all", "turn on those up to this one, and no others", choices=UP_TO, group="speed-ups"
+    )
     tf32: bool = flag(True, "speed-up 1: float32 products on the tensor cores", ROUNDS)
     bf16: bool = flag(True, "speed-up 2: bfloat16 where it is safe (autocast)", ROUNDS)
     compile: bool = flag(True, "speed-up 3: torch.compile", ROUNDS)
@@ -143,7 +145,7 @@ class TrainConfig:
     # With --recompute --loss-chunk-tokens 1024, 32 sequences of 124M fit in 8 GB instead of 4.
     recompute: bool = flag(False, "save memory: compute blocks twice", ROUNDS, group="memory")
     micro_batch_size: int = flag(0, "sequences per pass; 0: what fits", ROUNDS)
-    loss_chunk_tokens: int = flag(0, "loss in chunks of N tokens", ROUNDS)
+    loss_chunk_tokens: int = flag(0, "compute the loss N tokens at a time; 0: all at once", ROUNDS)
 
     eval_only: bool = flag(False, "evaluate weights, train nothing", ONCE, group="other modes")
     sample_only: bool = flag(False, "sample from weights, train nothing", ONCE)
@@ -162,7 +164,7 @@ class TrainConfig:
             cure = f"try --n-head {n_head}, or --n-embd {n_embd}"
             raise UserError(f"--n-head {self.n_head} must divide --n-embd {self.n_embd}: {cure}")
         if self.prompt.encode(errors="replace").decode() != self.prompt:
-            raise UserError("--prompt is not UTF-8 text: type it anew")
+            raise UserError("--prompt is not UTF-8 text: type it again")
         if self.bf16 and self.fp16:
             raise UserError("--bf16 and --fp16 exclude each other: add --no-bf16 or --no-fp16")
         if self.bf16_residual and not self.bf16:
@@ -218,7 +220,8 @@ FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
 
 def read_flags(argv: list[str]) -> dict:
     """Return the flags that a command line gives, by name."""
-    typed = parse(TrainConfig, __doc__ or "", RECIPES, SYNONYMS, argv)
+    recipes = RECIPES | {"--init-from": FINETUNE}
+    typed = parse(TrainConfig, __doc__ or "", recipes, SYNONYMS, argv)
     for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
         if typed.get(name) == "":  # such as an unset variable of a shell script
             raise UserError(f"{spell(name)} is empty: name one, or leave it out")
@@ -641,7 +644,7 @@ def validate(
     num_sequences = max(1, min(config.eval_tokens // loader.T, len(loader)))
     mine = range(world.rank, num_sequences, world.size)
     lengths = token_lengths(tokenizer)
-    num_bytes = 0  # of the text that the targets stand for
+    num_bytes = None if lengths is None else 0  # of the text that the targets stand for
     loss_sum = torch.zeros((), device=world.device)
     with evaluate.dropout_off(net):
         for start in logger.progress(range(0, len(mine), loader.B), "validation", world.is_main):
@@ -656,8 +659,10 @@ def validate(
             with autocast(config, world.device):
                 loss_sum += network(x, y) * len(numbers)
     val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
-    # Bytes are gathered as whole numbers: the float32 of an all-reduce ends at 2**24.
-    total_bytes = sum(world.gather(num_bytes))
+    # Bytes are gathered as whole numbers: the float32 of an all-reduce ends at 2**24. On another
+    # machine a rank may have no tokenizer to count with.
+    counts = world.gather(num_bytes)
+    total_bytes = 0 if None in counts else sum(counts)
     return evaluate.in_units(val_loss, total_bytes / (num_sequences * loader.T))
 
 
@@ -882,7 +887,7 @@ def sample_weights(model: GPT, tokenizer: str, config: TrainConfig, ask: bool):
 
 def read_prompts(default: str) -> Iterator[str]:
     """Yield what is typed on a terminal, line after line until Ctrl-D, or each line of a pipe or
-    file on stdin. Yield default where there is none, and in a notebook."""
+    file on stdin. Yield default where there is none, and for a notebook's pipe."""
     on_terminal = logger.is_terminal(sys.stdin)
     if on_terminal:
         errors.print_error("type the beginning of a text, or Ctrl-D to end")
@@ -890,7 +895,10 @@ def read_prompts(default: str) -> Iterator[str]:
         # Asked of the kind of file, since reading from others may wait forever. So may the pipe
         # that a notebook opens and never writes to.
         kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
-        if kind not in (stat.S_IFIFO, stat.S_IFREG) or logger.in_notebook():
+        is_unused_pipe = kind == stat.S_IFIFO and logger.in_notebook()
+        if is_unused_pipe:
+            errors.print_error("in a notebook prompts come by --prompt, or from a file: < FILE")
+        if is_unused_pipe or kind not in (stat.S_IFIFO, stat.S_IFREG):
             yield default
             return
         errors.print_error("no --prompt: reading prompts from stdin, one a line")
@@ -942,7 +950,7 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         last = checkpoint.read_summary(out_dir).get("steps")
         if state["step"] > config.steps or state["step"] == config.steps == last:
             if world.is_main:
-                made = f"{state['step']:,} steps are made"
+                made = f"{state['step']:,} steps are done"
                 logger.show(f"already complete: {made}, and --steps is {config.steps:,}")
             return None
 
@@ -1083,7 +1091,7 @@ def fit_micro_batch(
         del net
         torch.compiler.reset()  # frees what was compiled
     cure = "lower --seq-len, or add --recompute and --loss-chunk-tokens 1024"
-    raise UserError(f"not even one sequence fits the memory: {cure}")
+    raise UserError(f"not even one sequence fits in memory: {cure}")
 
 
 def pass_fits(net: nn.Module, model: GPT, config: TrainConfig, world: World) -> bool:
@@ -1178,7 +1186,7 @@ def main(argv: list[str] | None = None) -> int:
             return errors.STOPPED  # the main rank has stopped before this one, which lost it
         if device.is_out_of_memory(error):
             cure = "lower --micro-batch-size, or add --recompute and --loss-chunk-tokens 1024"
-            errors.report(f"error: a step does not fit the memory: {cure}: {error!s:.200}")
+            errors.report(f"error: a step does not fit in memory: {cure}: {error!s:.200}")
             return UserError.exit_code
         if isinstance(error, OSError) and error.errno in errors.DISK_ERRNOS:
             errors.report(f"error: {error}")

@@ -33,7 +33,7 @@ REFERENCES = Path(__file__).with_name("reference.json")
 QUANTITIES = {
     "val_loss": "validation loss",
     "hellaswag_acc": "HellaSwag accuracy",
-    "hellaswag_acc_norm": "normalized HellaSwag accuracy",
+    "hellaswag_acc_norm_tokens": "HellaSwag accuracy, normalized by tokens",
 }
 SHARDS = {  # how shards or folders of a data set are called, if not as the references call it
     "FineWeb-Edu": r"(fineweb[-_]?edu|edu[-_]?fineweb)[-\w]*",

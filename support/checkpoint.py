@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -63,7 +64,7 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     unfinished = {path for path in out_dir.glob("step_[0-9]*.tmp") if path.is_dir()}
     others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log, out_dir / "wandb"}
     others -= set(out_dir.glob("curves*.png"))
-    if (out_dir / SUMS).exists():
+    if not holds_run and (out_dir / SUMS).exists() and (out_dir / "state.json").exists():
         raise UserError(f"--out-dir {out_dir} is a checkpoint: name its run, {out_dir.parent}")
     if others and not holds_run:
         raise UserError(f"--out-dir {out_dir} holds {min(others).name} and no run: name a new one")
@@ -84,7 +85,9 @@ def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
     except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
         raise UserError(f"--out-dir can't be written or locked ({error}): name another") from error
     if is_new and (out_dir / LOG).exists():
-        raise UserError(f"--out-dir {out_dir} has a new run meanwhile: name another folder")
+        raise UserError(
+            f"--out-dir {out_dir} was taken by another run just now: name another folder"
+        )
     for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # of a process that died
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -136,7 +139,8 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
         save_file(pretrained.hf_weights(model), unfinished / "model.safetensors", {"format": "pt"})
         save_file(optimizer_tensors(model, optimizer), unfinished / "optimizer.safetensors")
         for file in unfinished.glob("*.safetensors"):  # which only their owner may read
-            shutil.copymode(unfinished / "state.json", file)
+            with suppress(OSError):  # some disks have no modes
+                shutil.copymode(unfinished / "state.json", file)
         with ThreadPoolExecutor() as pool:  # the two large files at the same time
             lines = list(pool.map(sync_and_sum, sorted(unfinished.iterdir())))
         (unfinished / SUMS).write_bytes("".join(lines).encode())
@@ -211,7 +215,7 @@ def verify(path: Path):
         *lines, after_last = file.read_bytes().decode("ascii").split("\n")
         names = [line[66:] for line in lines]  # after 64 digits and two spaces
         if after_last or not set(names) >= REQUIRED:
-            raise ValueError("it is not whole")
+            raise ValueError("it is incomplete")
         for name, line in zip(names, lines, strict=True):
             file = path / name
             with open(file, "rb") as f:
@@ -226,7 +230,7 @@ def read_state(path: Path) -> dict:
     """Return what state.json of a verified checkpoint says. Raise UserError for another format."""
     state = json.loads((path / "state.json").read_bytes())
     if state["format"] != FORMAT:
-        raise UserError(f"another version of the code wrote {path}: use that version")
+        raise UserError(f"another version of this code wrote {path}: use that version")
     return state
 
 
@@ -239,7 +243,7 @@ def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
     for name, tensor in load_file(path / "optimizer.safetensors").items():
         param, _, key = name.rpartition(".")
         if param not in numbers:
-            raise UserError(f"another version of the code wrote {path}: its optimizer has {name}")
+            raise UserError(f"another version of this code wrote {path}: its optimizer has {name}")
         state.setdefault(numbers[param], {})[key] = tensor.clone()  # not mapped from the file
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 

@@ -54,7 +54,7 @@ def open_folder(path: Path) -> TokenFolder:
                     digest.update(shard.read(i * (shard.num_tokens - size) // 63, size))
     if not any(splits.values()):
         tokens = f"data/{path.resolve().name}-tokens"
-        cure = f"python {PREPARE} --input {path} --data-dir {tokens} makes some of its text"
+        cure = f"to make some of its text: python {PREPARE} --input {path} --data-dir {tokens}"
         below = [str(manifest.parent) for manifest in sorted(path.glob(f"*/{MANIFEST}"))]
         cure = f"name {' or '.join(below)}" if below else cure
         raise UserError(f"--data-dir {path} holds no shards of tokens: {cure}")
@@ -76,7 +76,9 @@ def read_manifest(folder: Path) -> dict:
             entry["largest_id"] = int(entry["largest_id"])
         return manifest
     except Exception as error:  # it may hold anything
-        raise UserError(f"{folder}/{MANIFEST} is damaged: {error!r:.99}; prepare anew") from None
+        raise UserError(
+            f"{folder}/{MANIFEST} is damaged: {error!r:.99}; prepare it again"
+        ) from None
 
 
 def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int):

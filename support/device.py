@@ -55,7 +55,7 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, typed: dict) -
     # PyTorch's flash attention for CPUs is slow in bfloat16. Plain and flash, ms of a step of 124M
     # with 1,024 tokens there: T 256 1215 to 1244, 1313 to 1457; T 1024 1385 to 1535, 1541 to 1561.
     # Beyond 512 the memory of plain attention's weights is worth more.
-    has_bf16 = typed.get("bf16", "bf16" not in off)
+    has_bf16 = typed.get("bf16", "bf16" not in off) and not typed.get("fp16")
     if has_bf16 and has_instructions and seq_len <= 512:
         off["flash"] = "is slower in bfloat16 on a CPU, up to a --seq-len of 512"
     if not is_cuda or model == "nano":
@@ -66,7 +66,7 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, typed: dict) -
             off["compile"], cures["compile"] = failure
     for name, cure in cures.items():
         if typed.get(name) and typed.get("speed_ups") == name:
-            raise UserError(f"--speed-ups {name} {off[name]}: name another one")
+            raise UserError(f"--speed-ups {name} {off[name]}: {cure}, or name another one")
         if typed.get(name):
             raise UserError(f"--{name} {off[name]}: {cure}")
     return {name: reason for name, reason in off.items() if name not in typed}

@@ -103,7 +103,7 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
 
     has_mps = torch.backends.mps.is_available() and size == 1
     if kind == "cuda" and not num_gpus:
-        raise UserError("--device cuda: PyTorch sees no GPU: see python benchmarks/doctor.py")
+        raise UserError("--device cuda: PyTorch sees no GPU: run python benchmarks/doctor.py")
     if kind == "mps" and not has_mps:
         raise UserError("--device mps: there is no Apple GPU for this process: leave --device out")
     if kind in ("auto", "cuda") and num_gpus:
@@ -159,6 +159,6 @@ def check_ranks_agree(model: nn.Module, step: int, world: World):
     others = [str(rank) for rank, result in enumerate(results) if result != most_common]
     reason = "" if most_common[1] else "the weights are not finite"
     if others:
-        reason = f"rank {', '.join(others)} holds other weights than the others"
+        reason = f"rank {', '.join(others)} has different weights from the others"
     if reason:
         world.raise_on_all(NumericalError(f"after step {step} {reason}; nothing was saved"))

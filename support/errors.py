@@ -123,9 +123,8 @@ class StopSignals:
             raise KeyboardInterrupt
         if is_first and self.is_main:
             with suppress(OSError):  # os.write, since the signal may have interrupted a print
-                os.write(
-                    2, b"\nfinishing and saving this step; Ctrl-C again after 2 s quits at once\n"
-                )
+                text = "finishing this step and saving it; to quit unsaved, Ctrl-C again after 2 s"
+                os.write(2, f"\n{text}\n".encode())
 
 
 def reset_watchdog():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -61,14 +62,14 @@ class Example(NamedTuple):
 
 
 def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
-    """Return the questions in path, none without a path. Raise UserError with the line that is no
-    question, or if the network does not know the tokens."""
+    """Return the questions in path, none without a path. Raise UserError with the line that is not
+    a question, or if the network does not know the tokens."""
     if not path:
         return []
     codec = require_tokenizer(tokenizer)
     if VOCAB_SIZES[tokenizer] > vocab_size:
         raise UserError(f"--hellaswag: the network knows ids below {vocab_size}, not {tokenizer}'s")
-    if not Path(path).is_file():  # reading a pipe would wait forever
+    if not os.path.isfile(path):  # reading a pipe would wait forever
         raise UserError(f"--hellaswag {path}: there is no such file")
     where, examples = path, []
     try:
@@ -80,7 +81,9 @@ def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
             raise ValueError("no questions")
     except Exception as error:  # a record may hold anything
         cure = "it needs ctx, endings and label; prepare_data.py --download hellaswag fetches some"
-        raise UserError(f"--hellaswag {where} is no question ({error!r}): {cure}") from None
+        raise UserError(
+            f"--hellaswag {where} is not a valid question ({error!r}): {cure}"
+        ) from None
     return examples
 
 

@@ -124,9 +124,9 @@ class Reader:
         text = record
         if isinstance(record, dict):
             text = record.get(self.text_field)
-            if EXTRA_CELLS in record:
-                # As by a comma in a text without quotes: cut there, it would be another text.
-                del record[EXTRA_CELLS]
+            # Rows may end in a comma. With more behind it, it may be of a text without quotes: cut
+            # there, it would be another text.
+            if any(record.pop(EXTRA_CELLS, [])):
                 where += f" (the header: {', '.join(record)})"
                 self.note("skipped, more cells than the header (quotes missing?)", where)
                 return None

@@ -68,7 +68,9 @@ class Logger:
                 self.wandb_run.log(numbers | {"step": fields["step"]})
             except Exception as error:  # its threads, files and network are not worth the run
                 self.wandb_run = None
-                show(f"no more for Weights & Biases: {type(error).__name__}: {error!s:.200}")
+                show(
+                    f"Weights & Biases logging has stopped: {type(error).__name__}: {error!s:.200}"
+                )
 
     def time_left(self, seconds: float, steps_left: int) -> timedelta:
         """Return the time of the steps that are left, given the seconds of the last one."""
@@ -130,7 +132,7 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
         f"optimizer: {optimizer}",
         f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
-        f"chosen: {' '.join(chosen)}",
+        f"chosen for you: {' '.join(chosen)}",
         *[f"off: {spell(name)} {reason}" for name, reason in off.items()],
     ]
     if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
@@ -152,7 +154,7 @@ def warn_if_slow(run: "Run", seconds: float):
     if run.log.recent_seconds or seconds < 60:
         return
     step_time = timedelta(seconds=round(seconds))
-    cure = f"for shorter steps lower --batch-tokens {config.batch_tokens}"
+    cure = f"for shorter steps set --batch-tokens below {config.batch_tokens}"
     if config.model != "nano" and run.step == 0:
         cure += "; --model nano learns in minutes on any computer"
     with tqdm.external_write_mode():  # a progress bar of the step is on the terminal
@@ -164,10 +166,12 @@ def warn_if_slow(run: "Run", seconds: float):
 
 def warn_if_overfitting(run: "Run"):
     """Say once that the best validation is a third of the run ago, and the loss 2 % above it."""
-    best = min(run.val_losses, key=run.val_losses.get, default=0)
+    if run.step not in run.val_losses:  # it is not finite
+        return
+    best = min(run.val_losses, key=run.val_losses.get)
     is_late = run.step - best > run.config.steps / 3
-    loss = run.val_losses.get(run.step, 0)
-    if is_late and loss > 1.02 * run.val_losses[best] and not run.log.has_warned:
+    has_risen = run.val_losses[run.step] > 1.02 * run.val_losses[best]
+    if is_late and has_risen and not run.log.has_warned:
         run.log.has_warned = True
         run.log.print(
             f"overfitting: the validation loss has risen since step {best:,}: {OVERFITTING_CURE}"
@@ -202,7 +206,7 @@ def changes_since(state: dict, run: "Run") -> list[str]:
         *[f"changed: {change}" for change in changes[FREE]],
     ]
     if changes[ROUNDS]:
-        dropout = ", which drops other activations" if run.config.dropout else ""
+        dropout = ", which changes the dropout masks" if run.config.dropout else ""
         lines.append(f"not bit for bit because of {', '.join(changes[ROUNDS])}{dropout}")
     return lines
 

@@ -34,7 +34,7 @@ HF_SETTINGS = {  # what else a config.json may say. Left out, it is the first va
 }
 OWN = "train_gpt2"  # in the config.json of our checkpoints: the fields of GPTConfig, the tokenizer
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
-NO_GPT2 = "is no GPT-2 that can be read, or another version of the code wrote it"
+NO_GPT2 = "is not a readable GPT-2, or was written by another version of this code"
 
 
 @dataclass

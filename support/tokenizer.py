@@ -17,6 +17,10 @@ from support.files import whole_file
 
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 VOCAB_URLS = [VOCAB_URL + "vocab.bpe", VOCAB_URL + "encoder.json"]
+VOCAB_SHA256 = (  # as in tiktoken_ext/openai_public.py
+    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+)
 END_OF_TEXT = "<|endoftext|>"  # the last id of both, before each document
 
 
@@ -81,7 +85,7 @@ class Gpt2Tokenizer(Tokenizer):
         except OSError as error:  # which tiktoken raises without a network, in many ways
             if error.errno in DISK_ERRNOS:
                 raise
-            raise UserError(f"no network: {vocab_cure()}, or use --tokenizer bytes") from error
+            raise UserError(f"no network: {offline_cure()}, or use --tokenizer bytes") from error
 
     def encode(self, text: str) -> list[int]:
         return self.encoding.encode_ordinary(text)
@@ -116,20 +120,33 @@ def missing_vocab() -> list[Path]:
     return [path for path in vocab_files() if not path.exists()]
 
 
-def provide_vocab(checkpoint: Path):
-    """Copy GPT-2's vocabulary from a checkpoint to where tiktoken looks for it, if it is missing
-    there. tiktoken verifies its SHA-256."""
-    for path, name in zip(vocab_files(), ("merges.txt", "vocab.json"), strict=True):
-        if (checkpoint / name).is_file() and not path.exists():
-            with suppress(OSError):  # a folder that can't be written: then it stays missing
+def provide_vocab(weights: Path):
+    """Copy GPT-2's vocabulary from a checkpoint, or from beside a file of weights, to where
+    tiktoken looks for it, if it is missing there."""
+    folder = weights if weights.is_dir() else weights.parent
+    with suppress(OSError):  # such as a cache that can't be written: then it stays missing
+        contents = [(folder / name).read_bytes() for name in ("merges.txt", "vocab.json")]
+        if tuple(hashlib.sha256(content).hexdigest() for content in contents) != VOCAB_SHA256:
+            return  # of another vocabulary
+        for path, content in zip(vocab_files(), contents, strict=True):
+            if (
+                not path.exists() and path.parent != Path()
+            ):  # an empty name: tiktoken's cache is off
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with whole_file(path) as f:
-                    f.write((checkpoint / name).read_bytes())
+                    f.write(content)
+        load_tokenizer.cache_clear()
+        token_lengths.cache_clear()
 
 
 def vocab_cure() -> str:
+    code = "import tiktoken; tiktoken.get_encoding('gpt2')"
+    return f'run python -c "{code}", or without a network {offline_cure()}'
+
+
+def offline_cure() -> str:
     pairs = [f"{url} as {path.name}" for url, path in zip(VOCAB_URLS, vocab_files(), strict=True)]
-    return f"fetch {' and '.join(pairs)} elsewhere, and set TIKTOKEN_CACHE_DIR to their folder"
+    return f"download {' and '.join(pairs)} elsewhere, and set TIKTOKEN_CACHE_DIR to their folder"
 
 
 @lru_cache

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,15 @@ def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path):
 def test_others_may_read_all_files_of_a_checkpoint_or_none(tmp_path):
     modes = {file.stat().st_mode for file in saved(tmp_path).iterdir()}
     assert len(modes) == 1
+
+
+@NEEDS_POSIX
+def test_a_disk_without_modes_is_no_obstacle(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("such as of a drive in the cloud")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    assert saved(tmp_path).is_dir()
 
 
 def test_a_network_that_can_not_be_saved_fails_before_the_first_step(
@@ -248,7 +258,7 @@ def test_what_another_version_wrote_is_said_to_be_that(two_steps, tmp_path, what
     rewrite(path, *OTHER_VERSIONS[what])
     code, _, err = train(two_steps, tmp_path)
     assert code == 2
-    assert err.count("\n") == 1 and "another version of the code" in err and str(path) in err
+    assert err.count("\n") == 1 and "another version of this code" in err and str(path) in err
     assert "damaged" not in err
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
 

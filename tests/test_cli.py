@@ -16,7 +16,7 @@ from model import SHAPES
 from support.cli import KEEP, ONCE, default_text, spell
 from support.errors import UserError
 from support.synonyms import SYNONYMS
-from train_gpt2 import RECIPES, TrainConfig, given_flags, read_flags, resolve
+from train_gpt2 import FINETUNE, RECIPES, TrainConfig, given_flags, read_flags, resolve
 
 ROOT = Path(train_gpt2.__file__).parent
 CPU = torch.device("cpu")
@@ -129,7 +129,7 @@ def test_readme_shows_the_flags_as_they_are():
     rows = []
     for f in fields(TrainConfig):
         rows += [f"| **{f.metadata['group']}** | | |"] if f.metadata["group"] else []
-        default = default_text(f.name, f.default, RECIPES)
+        default = default_text(f.name, f.default, RECIPES | {"--init-from": FINETUNE})
         rows.append(f"| `{spell(f.name)}` | {default} | {f.metadata['help']} |")
     table = "\n".join(rows)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ def test_readme_shows_the_flags_as_they_are():
 MISTAKES = {
     "--steps many": "--steps: invalid int value: 'many'",
     "--steps 1e3": "try 1000",
-    "--speed-ups tf32": "--speed-ups tf32 needs an NVIDIA GPU.*: name another",
+    "--speed-ups tf32": "--speed-ups tf32 needs an NVIDIA GPU.*: .*name another",
     "--seed=": "--seed: invalid int value: ''",
     "--steps 0 --warmup-steps 0": "--steps 0 must be at least 1",
     "--n-layer 0": "--n-layer 0 must be at least 1",

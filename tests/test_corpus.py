@@ -43,7 +43,7 @@ def test_a_folder_without_shards_of_each_split_is_refused(names, tmp_path):
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_not_a_file_is_refused_and_does_not_hang(make, tmp_path):
     make(tmp_path / "train.bin")
-    with pytest.raises(ShardError, match="train.bin is not a whole.*: no file.*prepare_data.py"):
+    with pytest.raises(ShardError, match="train.bin is not a complete.*: no file.*prepare_data.py"):
         open_folder(tmp_path)
 
 
@@ -79,7 +79,7 @@ def test_a_manifest_leads_nowhere_else(prepared):
     write_shard(prepared.parent / "outside.bin", np.zeros(2000))
     for name in ("../outside.bin", str(prepared.parent / "outside.bin")):
         rewrite(prepared, ("train", "shards", 0, "name"), name)
-        with pytest.raises(ShardError, match=r"data.outside\.bin is not a whole"):
+        with pytest.raises(ShardError, match=r"data.outside\.bin is not a complete"):
             open_folder(prepared)
 
 
@@ -106,7 +106,7 @@ NO_MANIFESTS = {
 @pytest.mark.parametrize("case", NO_MANIFESTS)
 def test_what_is_no_manifest_is_refused_in_one_line(case, prepared, capsys):
     (prepared / "manifest.json").write_bytes(NO_MANIFESTS[case])
-    with pytest.raises(UserError, match="manifest.json is damaged: .*; prepare anew"):
+    with pytest.raises(UserError, match="manifest.json is damaged: .*; prepare it again"):
         open_folder(prepared)
     assert prepare(prepared, "--verify") == 2
     assert "manifest.json is damaged" in error_of(capsys)

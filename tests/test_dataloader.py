@@ -66,7 +66,7 @@ REFUSED = {  # the first word is the file's name
 def test_a_file_that_is_not_a_whole_shard_is_refused(case, tmp_path):
     name, (content, why) = case.split(",")[0], REFUSED[case]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name} is not a whole token shard: .*{re.escape(why)}"):
+    with pytest.raises(ValueError, match=f"{name} is not a complete shard: .*{re.escape(why)}"):
         open_shard(tmp_path / name)
 
 
@@ -90,7 +90,7 @@ def check_shard(path: Path, content: bytes):
     try:
         shard = open_shard(path)
     except ValueError as error:
-        assert str(error).startswith(f"{path} is not a whole token shard: ")
+        assert str(error).startswith(f"{path} is not a complete shard: ")
     else:
         assert np.array_equal(shard.read(0, shard.num_tokens), TOKENS)
 

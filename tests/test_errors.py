@@ -49,7 +49,7 @@ def test_a_signal_waits_for_unsaved_steps_and_a_second_one_for_nothing(name, cap
     with errors.StopSignals(is_main=True) as signals:
         signals.has_unsaved_steps = True
         signal.raise_signal(number)
-        assert signals.received and "saving this step" in capfd.readouterr().err
+        assert signals.received and "saving it" in capfd.readouterr().err
         signal.raise_signal(number)  # torchrun passes on what the terminal has sent already
         signals.received_at -= errors.SECOND_SIGNAL_S
         with pytest.raises(KeyboardInterrupt):

@@ -37,6 +37,23 @@ def test_validation_is_the_same_for_all_micro_batches_and_ranks(whole, data_dir,
     assert records(whole[1], "bits_per_byte")[0] == pytest.approx(expected, rel=1e-12)
 
 
+class BesideOneWithoutTokenizer(World):
+    def gather(self, value) -> list:
+        return [value, None]
+
+
+def test_ranks_without_the_tokenizer_leave_no_wrong_bits_per_byte(whole, data_dir):
+    loader = ShardLoader([open_shard(data_dir / "val_000000.bin")], 4, 16)
+    model = GPT(GPTConfig(257, 16, 1, 1, 4))
+    config = TrainConfig(bf16=False, warmup_steps=0, eval_tokens=64)
+    found = []
+    for kind in (World, BesideOneWithoutTokenizer):
+        world = kind(0, 1, torch.device("cpu"))
+        found.append(train_gpt2.validate(model, model, loader, "bytes", config, world))
+    assert found[0]["val_loss"] == found[1]["val_loss"]
+    assert "bits_per_byte" in found[0] and "bits_per_byte" not in found[1]
+
+
 @pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
 def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, name):
     """Of a set that begins with single letters and ends with long words, for any number of tokens,

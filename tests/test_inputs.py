@@ -229,6 +229,11 @@ def test_ragged_rows_and_fields_of_several_lines(tmp_path):
     assert sorted(notes.values()) == [1, 2] and any("more cells" in note for note in notes)
 
 
+def test_rows_that_end_in_a_comma_have_no_more_cells_than_the_header(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"id,text\n1,a,\n2,b,,\n")
+    assert read_all(tmp_path / "a.csv") == ([b"a", b"b"], {})
+
+
 def test_a_table_that_is_not_utf8_is_noted(tmp_path):
     (tmp_path / "a.csv").write_bytes("text\ncaf\xe9\n".encode("latin-1"))
     texts, notes = read_all(tmp_path / "a.csv")

@@ -100,6 +100,8 @@ def test_a_validation_loss_that_rises_for_a_third_of_the_run_is_told_once():
         told += [step] * len(lines)
         assert all("since step 50:" in line and "--dropout" in line for line in lines)
     assert told == [200]
+    # A loss that is not finite is not among them, and may be the only one.
+    assert not lines_of(logger.warn_if_overfitting, config=config, step=300, val_losses={})
 
 
 def test_many_epochs_are_told(data_dir, tmp_path):

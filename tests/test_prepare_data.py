@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -393,7 +394,7 @@ def test_a_shard_that_was_cut_is_told(tmp_path, capsys):
     (tmp_path / "data" / "train_000001.bin").write_bytes(b"")
     capsys.readouterr()
     assert prepare(tmp_path / "data", "--input", texts, "--shard-tokens", 8000) == 2
-    assert "train_000001.bin is not a whole token shard" in error_of(capsys)
+    assert "train_000001.bin is not a complete shard" in error_of(capsys)
 
 
 def test_a_flipped_bit_is_found_by_verify(tmp_path, capsys):
@@ -426,7 +427,7 @@ def test_a_disk_that_fails_is_exit_code_6_and_the_same_command_goes_on(
         patch.setattr(os, function, failing)
         assert prepare(tmp_path / "data", *flags) == 6
     error = error_of(capsys)
-    assert os.strerror(number) in error and "the same command goes on" in error
+    assert os.strerror(number) in error and "repeat the command" in error
     assert not (tmp_path / "data").exists()
     unfinished = tmp_path / "data.unfinished"
     assert (function == "rename") == bool(list(unfinished.glob("*.bin")))  # whole ones alone
@@ -584,6 +585,8 @@ def download(folder: Path, hub, *flags, what: str = "fineweb") -> tuple[int, str
     """Return exit code, output and the last line of errors, the one that is not the library's."""
     env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "HF_HUB_OFFLINE": "0"}
+    # Without GPT-2's vocabulary, and without a network to fetch it from.
+    env |= {"TIKTOKEN_CACHE_DIR": f"{folder}-none", "https_proxy": "http://127.0.0.1:9"}
     command = [sys.executable, PROGRAM, "--data-dir", folder, "--download", what, *flags]
     done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr.rpartition("prepare_data.py: ")[2]
@@ -616,8 +619,15 @@ def test_a_download_breaks_off_and_goes_on_and_grows(hub, tmp_path):
     check_folder(tmp_path / "data", hub, 2)
 
 
+def test_tokens_without_their_vocabulary_are_ready_and_say_what_is_missing(hub, tmp_path):
+    code, out, _ = download(tmp_path / "data", hub, "--shards", 1)
+    *_, missing, ready = out.splitlines()
+    assert code == 0 and ready.startswith("ready:")
+    assert re.match("GPT-2's vocabulary is missing: .*vocab.bpe.*TIKTOKEN_CACHE_DIR", missing)
+
+
 BAD_SHARDS = {
-    "a page": (b"<html>not found</html>" * 100, "is not a whole token shard: starts with"),
+    "a page": (b"<html>not found</html>" * 100, "is not a complete shard: starts with"),
     "cut": (shard(0)[:-2], "holds 29,999 tokens, its header says 30,000"),
     "ids": (shard(0, largest=50257), "holds token 50257, above 50256"),
 }
@@ -671,7 +681,7 @@ def test_hellaswag_becomes_json_lines(hub, tmp_path):
     name = "validation-00000-of-00001.parquet"
     hub.files[name] = good[:-20]
     code, _, error = download(tmp_path / "data", hub, what="hellaswag")
-    assert code == 2 and "is not a whole parquet file" in error
+    assert code == 2 and "is an incomplete parquet file" in error
     hub.files[name] = good
     code, out, _ = download(tmp_path / "data", hub, what="hellaswag")
     target = tmp_path / "data" / "hellaswag_val.jsonl"

@@ -143,7 +143,7 @@ def test_a_network_that_is_no_gpt2_is_refused_by_transformers_and_known_by_its_o
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "step_000003")
     # Ours, which does not know the field, says that; the fork knows its own, and ours.
     code, err = sample(capsys, tmp_path / "a")
-    assert code == 2 and "another version of the code" in err and "negated" in err
+    assert code == 2 and "another version of this code" in err and "negated" in err
     fork(out_dir="a", steps=4, resume=True)
     for source, loss in {whole[1]: plain[12], tmp_path / "a" / "step_000003": first[3]}.items():
         losses = fork(out_dir=source.name, init_from=source, steps=3, **UNSET)
@@ -277,7 +277,7 @@ BROKEN = {  # what the line must say: what is done to the folder
     "no such file": lambda f: (f / "model.safetensors").unlink(),
     "could run code": lambda f: by_torch(f, {"wpe.weight": Evil()}),
     "'Tensor' object has no": lambda f: by_torch(f, torch.ones(3)),
-    "no GPT-2 that can be read": lambda f: by_torch(f, {"h.0.mlp.c_proj.weight": [5]}),
+    "is not a readable GPT-2": lambda f: by_torch(f, {"h.0.mlp.c_proj.weight": [5]}),
     "activation_function relu": lambda f: edit_config(f, activation_function="relu"),
     "model_type llama": lambda f: edit_config(f, model_type="llama"),
     "for 1000000000 layers": lambda f: edit_config(f, n_layer=10**9),

@@ -63,7 +63,8 @@ BAD = [
 @pytest.mark.parametrize("line", [*map(json.dumps, BAD), '{"ctx": ', "[" * 10**5, "\x00"])
 def test_a_bad_line_is_one_line_with_its_place(line, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(HELLASWAG) + "\n\n" + line)
-    with pytest.raises(UserError, match=r"^--hellaswag .*a.jsonl, line 3 is no question .*$"):
+    message = r"^--hellaswag .*a.jsonl, line 3 is not a valid question .*$"
+    with pytest.raises(UserError, match=message):
         open_examples(str(tmp_path / "a.jsonl"), 257, "bytes")
 
 
@@ -78,7 +79,7 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="the tokenizer of the data, unknown, is not here"):
         open_examples(path, 65, "unknown")
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda name: None)
-    with pytest.raises(UserError, match="gpt2, is not here: fetch .* TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(UserError, match="gpt2, is not here: run python .* TIKTOKEN_CACHE_DIR"):
         open_examples(path, 50257, "gpt2")
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def test_what_a_first_save_leaves_when_it_is_killed_is_no_run_and_no_obstacle(tm
     for name in ("step_000250.tmp", "wandb"):
         (tmp_path / name).mkdir()
     assert choose_out_dir(str(tmp_path), False) == choose_out_dir(str(tmp_path), True) == tmp_path
+
+
+def test_sums_that_a_user_made_in_a_run_do_not_make_it_a_checkpoint(whole, tmp_path):
+    shutil.copytree(whole[1], tmp_path / "run")
+    (tmp_path / "run" / "SHA256SUMS").touch()
+    assert choose_out_dir(str(tmp_path / "run"), True) == tmp_path / "run"
 
 
 @NEEDS_POSIX

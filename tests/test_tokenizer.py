@@ -95,8 +95,15 @@ def test_a_checkpoint_provides_the_vocabulary_where_tiktoken_has_none(tmp_path, 
         (tmp_path / name).write_bytes(content)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     assert len(missing_vocab()) == 2
-    provide_vocab(tmp_path / "nothing")
+    provide_vocab(tmp_path / "nothing" / "model.safetensors")
     assert len(missing_vocab()) == 2
-    provide_vocab(tmp_path)
+    load_tokenizer.cache_clear()
+    assert load_tokenizer("gpt2") is None
+    (tmp_path / "other").mkdir()  # whose vocabulary is not OpenAI's
+    for name in files:
+        (tmp_path / "other" / name).write_bytes(files[name].replace(b"the", b"eht"))
+    provide_vocab(tmp_path / "other")
+    assert len(missing_vocab()) == 2
+    provide_vocab(tmp_path / "model.safetensors")  # they are beside it
     assert missing_vocab() == []
-    assert load_tokenizer.__wrapped__("gpt2").files(24) == files
+    assert load_tokenizer("gpt2").files(24) == files

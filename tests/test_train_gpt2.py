@@ -504,6 +504,10 @@ def test_each_line_of_a_pipe_is_a_prompt_and_an_empty_one_begins_a_document(whol
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=cell
     ) as waits:
         assert waits.wait(60) == 0 and waits.stdout.read() == nothing.stdout
+    (tmp_path / "prompts").write_text("abc\n\nxyz")
+    with open(tmp_path / "prompts") as file:
+        from_file = subprocess.run(command, stdin=file, capture_output=True, timeout=60, env=cell)
+    assert from_file.stdout == done.stdout
 
 
 # ---- Data that others wrote ----------------------------------------------------------------------
@@ -608,6 +612,7 @@ MISTAKES = {
     "--data-dir beyond --model gpt2": "beyond/train_1.bin .*60000.* 50256",
     "--seq-len 4096 --batch-tokens 4096": "--seq-len 4096 needs .* has 1009",
     "--hellaswag nowhere.jsonl": "nowhere.jsonl",
+    f"--hellaswag {'a' * 300}": "there is no such file",
     "--out-dir run": "--out-dir run holds a run: add --resume, or name another",
     "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: name another",
