@@ -322,8 +322,10 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
             bar.update(reader.position - bar.n)
         for name, split in splits.items():
             if not split.shards and split.num_tokens < 2:  # an input and its target
-                reasons = "; ".join([*notes(reader), "add more text"])
-                raise UserError(f"--input has {split.num_tokens} tokens for {name}: {reasons}")
+                reasons = "; ".join(notes(reader)) or "add more text"
+                raise UserError(
+                    f"--input has {split.num_tokens} tokens for {name}, too few: {reasons}"
+                )
         for split in splits.values():
             if split.num_tokens:
                 split.finish_shard()

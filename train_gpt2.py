@@ -81,7 +81,7 @@ class TrainConfig:
     resume: bool = flag(False, "continue from the run's newest good checkpoint, or start it", ONCE)
     init_from: str = flag("", "initial weights: folder, file or name on the hub", KEEP)
     seed: int = flag(1337, "seed of the weights, the data order and samples", KEEP)
-    save_every: int = flag(250, "steps between checkpoints; 0: only before evaluations")
+    save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
     # Two, so that there is one to go back to should the newest be damaged.
     keep: int = flag(2, "keep the newest N checkpoints, plus the best one", min=1)
     device: str = flag("auto", "where to train", ONCE, choices=DEVICES)
@@ -301,7 +301,8 @@ def flags_of_weights(source: Pretrained | None, explicit: dict) -> dict:
         if name == "model" or (name == "seq_len" and wanted < value):
             continue  # allowed: another recipe, or fewer positions than the weights have
         if wanted != value:
-            raise UserError(f"{typed_as(name, wanted)}: {source.path} has {value}: leave it out")
+            has = f"{source.path} has {typed_as(name, value)}"
+            raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out")
     return flags | FINETUNE if explicit.get("init_from") else flags
 
 
@@ -373,7 +374,7 @@ def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
 
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Return the rate for step index `step`: a linear warm-up, then a cosine from learning_rate at
-    warmup_steps down to decay_to of it at steps."""
+    warmup_steps down to decay_to * learning_rate at steps."""
     if step < config.warmup_steps:
         # step + 1, so that the first step is not wasted on a rate of 0
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -618,14 +619,19 @@ def evaluate_if_due(run: Run):
         shares = answers(run.model, run.questions, config, run.world)
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.in_words(shares)}")
-    if run.world.is_main:
-        title = f"{config.model}, {config.steps:,} steps of {config.batch_tokens:,} tokens"
-        try:
-            logger.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
-        except Exception as error:  # a picture is no reason to end a run
-            run.log.print(f"no loss.png: {error}")
+    draw_losses(run)
     # All ranks wait here, outside of a step, so that a signal stops all of them at once.
     run.world.gather(None)
+
+
+def draw_losses(run: Run):
+    if not run.world.is_main:
+        return
+    title = f"{run.config.model}, {run.config.steps:,} steps of {run.config.batch_tokens:,} tokens"
+    try:
+        logger.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
+    except Exception as error:  # a picture is no reason to end a run
+        run.log.print(f"no loss.png: {error}")
 
 
 @torch.no_grad()
@@ -641,7 +647,7 @@ def validate(
     tokens for any micro-batch size and number of ranks."""
     # Sequences are dealt out one by one, so the ranks' shares differ by one at most, and their sum
     # does not depend on how many ranks there are.
-    num_sequences = max(1, min(config.eval_tokens // loader.T, len(loader)))
+    num_sequences = num_val_sequences(config, loader)
     mine = range(world.rank, num_sequences, world.size)
     lengths = token_lengths(tokenizer)
     num_bytes = None if lengths is None else 0  # of the text that the targets stand for
@@ -664,6 +670,10 @@ def validate(
     counts = world.gather(num_bytes)
     total_bytes = 0 if None in counts else sum(counts)
     return evaluate.in_units(val_loss, total_bytes / (num_sequences * loader.T))
+
+
+def num_val_sequences(config: TrainConfig, loader: ShardLoader) -> int:
+    return max(1, min(config.eval_tokens // loader.T, len(loader)))
 
 
 def write_samples(run: Run):
@@ -781,7 +791,8 @@ def stop(run: Run) -> int:
     """Say how to continue a run that a signal stopped, and return its exit code."""
     run.signals.is_over = True
     program = "python" if run.world.size == 1 else "torchrun (as before)"
-    run.log.record(stopped=run.step)
+    draw_losses(run)
+    run.log.record(stopped=run.step)  # the last record: a job's script looks for it
     command = f"{program} train_gpt2.py --resume --out-dir {shlex.quote(str(run.out_dir))}"
     run.log.print(f"stopped after step {run.step}, which is saved; to continue: {command}")
     return errors.STOPPED
@@ -864,6 +875,9 @@ def evaluate_weights(model: GPT, source: Pretrained, config: TrainConfig, world:
         figures |= answers(model, questions, config, world)
     if world.is_main:
         text = evaluate.in_words(figures) or "nothing to do: add --eval-tokens or --hellaswag"
+        if config.eval_tokens:
+            num_tokens = num_val_sequences(config, loader) * loader.T
+            text = f"{num_tokens:,} validation tokens: {text}"
         logger.show(f"{source.path}: {text}")
 
 
@@ -1056,7 +1070,8 @@ def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
         saved = state["config"].get(f.name, f.default)
         current = getattr(config, f.name)
         if f.metadata["on_resume"] == KEEP and saved != current:
-            text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {saved or 'none'}"
+            has = "none" if saved == "" else typed_as(f.name, saved)
+            text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {has}"
             raise UserError(f"{text}: leave it out, or name another --out-dir")
     # The fingerprint is of the tokens, not of names: a folder may have moved.
     if data.fingerprint != state["data"]:

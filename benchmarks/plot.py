@@ -228,7 +228,8 @@ def runs_table(runs: list[Run]) -> str:
         for name in flags
         if name not in ("out_dir", "resume") and len({str(run.flags.get(name)) for run in runs}) > 1
     ]
-    rows = [["run", *names, "steps made", "first validation", "last", "best", "minutes"]]
+    titles = ["steps made", "first validation", "last", "best", "minutes", "tokens/s"]
+    rows = [["run", *names, *titles]]
     for run in runs:
         steps = run.series("loss")[0]
         _, losses = run.series("val_loss")
@@ -236,7 +237,9 @@ def runs_table(runs: list[Run]) -> str:
         cells = [f"{loss:.4f}" for loss in figures] or [""] * 3
         last = steps[-1] if len(steps) else 0
         flags = [str(run.flags.get(name, "")) for name in names]
-        rows.append([run.name, *flags, f"{last:,.0f}", *cells, f"{run.seconds(last) / 60:.1f}"])
+        rates = run.series("tokens_per_s")[1]  # their median: the first steps are slow
+        cells += [f"{run.seconds(last) / 60:.1f}", f"{np.median(rates):,.0f}" if len(rates) else ""]
+        rows.append([run.name, *flags, f"{last:,.0f}", *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

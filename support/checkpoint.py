@@ -286,6 +286,9 @@ def find_weights(name: str) -> Path:
     """Return where the weights that --init-from names are: in a run's newest good checkpoint, in a
     file or folder, or in the cache of the Hugging Face hub."""
     if not os.path.lexists(name):
+        others = [path.name for path in checkpoints(Path(name).parent)]
+        if others:
+            raise UserError(f"{name} is not there: {Path(name).parent} has {', '.join(others)}")
         return pretrained.download(name)
     path = Path(name)
     if path.is_dir():

@@ -227,10 +227,12 @@ def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dic
 
 
 def commit() -> str:
-    """Return the commit of this program; empty without git, or where the program was copied into
-    another repository, whose commit says nothing about it."""
+    """Return the commit of this program, with "-dirty" behind it if files differ from it; empty
+    without git, or where the program was copied into another repository, whose commit says nothing
+    about it."""
     # --git-dir, since in a git hook GIT_DIR names another repository.
-    command = ["git", "--git-dir", str(REPO / ".git"), "rev-parse", "--verify", "HEAD"]
+    command = ["git", "--git-dir", str(REPO / ".git"), "--work-tree", str(REPO)]
+    command += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, timeout=5, text=True).stdout.strip()
     except (OSError, ValueError, subprocess.SubprocessError):

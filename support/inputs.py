@@ -158,13 +158,32 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
         for rows in table.iter_batches(64, columns=[text_field]):
             yield from rows.to_pylist()
     else:
-        csv.field_size_limit(1 << 28)
+        header = stream.peek(8000)[:8000].partition(b"\n")[0]
         with io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="") as text:
             if kind == "json":
                 yield from elements(text)
             else:
-                delimiter = "," if kind == "csv" else "\t"
-                yield from csv.DictReader(text, restkey=EXTRA_CELLS, delimiter=delimiter)
+                # Where a comma is the decimal point, spreadsheets write semicolons.
+                has_semicolons = header.count(b";") > header.count(b",")
+                delimiter = "\t" if kind == "tsv" else ";" if has_semicolons else ","
+                yield from table_rows(text, delimiter)
+
+
+def table_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator:
+    """Yield the rows of a table, None for one whose quotes are wrong. Raise ValueError if the last
+    one has a quote that never closes: it may have swallowed most of the file."""
+    csv.field_size_limit(1 << 28)
+    table = csv.DictReader(text, restkey=EXTRA_CELLS, delimiter=delimiter, strict=True)
+    while True:
+        before = table.line_num
+        try:
+            yield next(table)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end of data" in str(error):
+                raise ValueError(f"a quote after line {before} never closes") from error
+            yield None
 
 
 def elements(stream: io.TextIOWrapper) -> Iterator:

@@ -142,6 +142,8 @@ def log_start(run: "Run", off: dict[str, str], state: dict | None):
             f"{epochs:.0f} epochs: the network may learn its text by heart, and the validation"
             f" loss would rise; if it does, {OVERFITTING_CURE}"
         )
+    if config.fp16 and env["device"] == "cpu":
+        lines.append("--fp16 is for GPUs: on a CPU it is slower than float32")
     lines += hints(env, run.data.tokenizer)
     if state:
         lines += changes_since(state, run)
@@ -245,7 +247,7 @@ def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: di
         axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
         width = max(1, len(values) // 50)
         smooth = np.convolve(values, np.ones(width) / width, "valid")
-        label = f"training: {smooth[-1]:.3f}, mean of {width} step{'s' if width > 1 else ''}"
+        label = f"training: {smooth[-1]:.3f}, mean of {width} point{'s' if width > 1 else ''}"
         axes.plot(steps[width // 2 :][: len(smooth)], smooth, color="#4a7fd0", label=label)
     if val_losses:
         last = max(val_losses)

@@ -162,10 +162,15 @@ def test_the_programs_folder_may_have_any_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name / "copy").mkdir(parents=True)
     git = ["git", "-C", tmp_path / name, "-c", "user.name=a", "-c", "user.email=a@b"]
+    program = tmp_path / name / "program.py"
+    program.touch()
     subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    subprocess.run([*git, "add", "program.py"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
     monkeypatch.setattr(device, "REPO", tmp_path / name)
     assert re.fullmatch("[0-9a-f]{40}", device.commit()) and os.listdir() == [name]
+    program.write_text("changed")
+    assert re.fullmatch("[0-9a-f]{40}-dirty", device.commit()) and os.listdir() == [name]
     monkeypatch.setattr(device, "REPO", tmp_path / name / "copy")
     assert device.commit() == ""  # that repository says nothing about a copy in it
 

@@ -234,6 +234,21 @@ def test_rows_that_end_in_a_comma_have_no_more_cells_than_the_header(tmp_path):
     assert read_all(tmp_path / "a.csv") == ([b"a", b"b"], {})
 
 
+def test_a_table_may_have_semicolons(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'id;text\n1;"a, b; c"\n2;d\n')
+    assert read_all(tmp_path / "a.csv") == ([b"a, b; c", b"d"], {})
+
+
+def test_wrong_quotes_are_counted_and_one_that_never_closes_is_an_error(tmp_path):
+    """It would make one text of all the rows that follow."""
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,"a" b\n2,c\n')
+    texts, notes = read_all(tmp_path / "a.csv")
+    assert texts == [b"c"] and list(notes.values()) == [1]
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,a\n2,"b\n' + b"3,c\n" * 10)
+    with pytest.raises(UserError, match=r"a.csv can't be read: a quote after line 2 never closes"):
+        read_all(tmp_path / "a.csv")
+
+
 def test_a_table_that_is_not_utf8_is_noted(tmp_path):
     (tmp_path / "a.csv").write_bytes("text\ncaf\xe9\n".encode("latin-1"))
     texts, notes = read_all(tmp_path / "a.csv")
@@ -291,7 +306,7 @@ def test_a_file_of_no_text_is_skipped_and_counted_and_alone_refused(kind, tmp_pa
     for split in ("train", "val"):
         assert stream(tmp_path / "data", split) == stream(tmp_path / "texts only", split)
     assert prepare(tmp_path / "alone", "--input", texts / f"50.{kind}") == 2
-    assert "0 tokens for train: skipped, no text in UTF-8: 1" in error_of(capsys)
+    assert "0 tokens for train, too few: skipped, no text in UTF-8: 1" in error_of(capsys)
     assert not (tmp_path / "alone.unfinished").exists()
 
 

@@ -199,7 +199,7 @@ def test_a_table_shows_what_differs_between_runs(tmp_path):
         write_log(tmp_path / name, *records, validated(2, 6.0 + rate), learning_rate=rate, steps=2)
     table = plot.runs_table([plot.read_run(str(tmp_path / name)) for name in rates])
     head, *rows = [re.split("  +", line) for line in table.splitlines()]
-    head_end = ["steps made", "first validation", "last", "best", "minutes"]
+    head_end = ["steps made", "first validation", "last", "best", "minutes", "tokens/s"]
     assert head == ["run", "learning_rate", *head_end]
     for row, (name, rate) in zip(rows, rates.items(), strict=True):
         last = f"{6 + rate:.4f}"

@@ -37,8 +37,8 @@ class Killed(BaseException):
 
 MISTAKES = {
     "no file": ("--input nowhere --data-dir data", "--input nowhere: there is no such file"),
-    "no text": ("--input empty --data-dir data", "tokens for train: skipped, empty"),
-    "a letter": ("--input a --data-dir data", "0 tokens for train: add more text"),
+    "no text": ("--input empty --data-dir data", "tokens for train, too few: skipped, empty"),
+    "a letter": ("--input a --data-dir data", "0 tokens for train, too few: add more text"),
     "no manifest": ("--verify --data-dir data", "manifest.json is damaged: FileNotFoundError"),
     "no folder": ("--verify", "--verify needs --data-dir, for example --data-dir data/book"),
     "no folder for text": ("--input a", "--input needs --data-dir"),

@@ -15,6 +15,7 @@ import time
 import weakref
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -263,8 +264,8 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows ends a process without asking it")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_saves_and_exits_with_3(data_dir, tmp_path, ranks):
-    line = [*flags(data_dir=data_dir, out_dir="run", steps=2000, save_every=0), "--no-cosine"]
-    processes = start_ranks(line, tmp_path, ranks)
+    line = flags(data_dir=data_dir, out_dir="run", steps=2000, save_every=0, log_every=1)
+    processes = start_ranks([*line, "--no-cosine"], tmp_path, ranks)
     log = tmp_path / "run" / "log.jsonl"
     while not (log.exists() and '"loss"' in log.read_text()):
         assert processes[0].is_alive()
@@ -276,6 +277,7 @@ def test_a_signal_saves_and_exits_with_3(data_dir, tmp_path, ranks):
     assert f"stopped after step {step}, which is saved" in out
     assert saved_state(tmp_path / "run")["step"] == step < 2000
     assert '"stopped": ' in log.read_text().splitlines()[-1]
+    assert (tmp_path / "run/loss.png").exists() == bool(find_spec("matplotlib"))
 
 
 def snapshot(folder: Path) -> dict[Path, int]:
@@ -469,7 +471,7 @@ def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, cap
 def test_init_from_goes_before_the_run_in_out_dir(whole, data_dir, capsys):
     line = ["--eval-only", "--init-from", str(whole[1]), "--out-dir", str(whole[1])]
     assert train_gpt2.main([*line, "--data-dir", str(data_dir)]) == 0
-    assert "step_000012: loss" in capsys.readouterr().out
+    assert "step_000012: 784 validation tokens: loss" in capsys.readouterr().out
 
 
 def test_sample_only_on_a_terminal_continues_each_line_that_is_typed(whole, capsys, monkeypatch):
@@ -618,16 +620,16 @@ MISTAKES = {
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: name another",
     "--out-dir run/summary.json/run": "--out-dir .*run/summary.json/run",
     "--out-dir llama": "--out-dir llama holds train_0.bin and no run: name a new",
-    "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has 2: leave it out",
-    "--out-dir run --resume --no-pad-vocab": "--no-pad-vocab: the run in run has True: leave it",
-    "--out-dir run --resume --seed 7": "--seed 7: the run in run has 1337: leave it out",
-    "--out-dir run --resume --no-shuffle": "--no-shuffle: the run in run has True: leave it out",
-    "--out-dir run --resume --no-muon": "--no-muon: the run in run has True: leave it out",
+    "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2",
+    "--out-dir run --resume --no-pad-vocab": "--no-pad-vocab: the run in run has --pad-vocab",
+    "--out-dir run --resume --seed 7": "--seed 7: the run in run has --seed 1337: leave it out",
+    "--out-dir run --resume --no-shuffle": "--no-shuffle: the run in run has --shuffle",
+    "--out-dir run --resume --no-muon": "--no-muon: the run in run has --muon: leave it out",
     "--init-from nobody/none": "--init-from nobody/none: no such",
     "--init-from flipped/step_000003": "flipped/step_000003/model.safetensors is damaged",
     f"{WEIGHTS} weights50257": "--data-dir is in bytes.* --tokenizer gpt2",
-    f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has 2: leave it out",
-    f"{WEIGHTS} weights257 --seq-len 64": "--seq-len 64: weights257 has 16: leave it out",
+    f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has --n-head 2: leave it out",
+    f"{WEIGHTS} weights257 --seq-len 64": "--seq-len 64: weights257 has --seq-len 16: leave it out",
     f"{WEIGHTS} weights100": "token 256, the network knows 0 to 99",
     "--sample-only": "no checkpoint in new: name a run",
     "--eval-only --resume": "no checkpoint in new: name a run",
