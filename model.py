@@ -202,9 +202,14 @@ class GPT(nn.Module):
         others = [p for p in params if p.dim() < 2]
         return decayed, others
 
-    def matrices(self) -> list[nn.Parameter]:
-        """Return the weights of the blocks' linear layers: what Muon is for."""
-        return [p for p in self.transformer.h.parameters() if p.dim() >= 2]
+    def matrices(self) -> list[tuple[nn.Parameter, int]]:
+        """Return the weights of the blocks' linear layers, which Muon updates, each with the number
+        of matrices that are stacked in it: c_attn's has those of q, k and v."""
+        matrices = []
+        for name, p in self.transformer.h.named_parameters():
+            if p.dim() >= 2:
+                matrices.append((p, 3 if name.endswith("c_attn.weight") else 1))
+        return matrices
 
     def num_elements(self, params: list[nn.Parameter]) -> int:
         """Return the number of weights in params, without the padded rows."""

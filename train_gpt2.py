@@ -106,11 +106,12 @@ class TrainConfig:
     steps: int = flag(50, "optimizer steps", min=1, group="optimization")
     # 375 million tokens, as GPT-3 had.
     warmup_steps: int = flag(715, "steps of linear warm-up; if not typed, at most steps / 5")
-    learning_rate: float = flag(6e-4, "peak learning rate")
+    learning_rate: float = flag(6e-4, "peak learning rate; with --muon its default is by width")
     cosine: bool = flag(True, "decay the learning rate along a cosine")
     decay_to: float = flag(0.1, "final rate, as a fraction of the peak", max=1)
     weight_decay: float = flag(0.1, "weight decay, of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
+    beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9, with --muon 0.8)", max=0.999)
     muon: bool = flag(False, "Muon for the blocks' matrices, AdamW for the rest", KEEP)
 
     # An evaluation validates, samples, and answers the questions of --hellaswag.
@@ -214,6 +215,14 @@ RECIPES: dict[str, dict] = {
 SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd")
 for _model, _recipe in RECIPES.items():
     _recipe.update({name: getattr(SHAPES[_model], name) for name in SHAPE_FLAGS})
+
+
+def muon_learning_rate(n_embd: int) -> float:
+    """Return the peak learning rate of --muon for a network of this width: see
+    benchmarks/README.md. Beyond 512 channels it is extrapolated."""
+    return 8e-3 * (128 / n_embd) ** (2 / 3)
+
+
 # A small rate and batch, since the weights are good already: nanoGPT's values for finetuning.
 FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
 
@@ -252,11 +261,16 @@ def resolve(
     model = (default_model | from_weights | explicit)["model"]
     recipe = {"model": model} | RECIPES[model]
     seq_len = (recipe | from_weights | explicit)["seq_len"]
+    from_muon = {}
+    if (recipe | explicit).get("muon"):
+        n_embd = (recipe | from_weights | explicit)["n_embd"]
+        # beta1 is of AdamW, for what is not Muon's. 0.8 was better than 0.9 beside Muon.
+        from_muon = {"beta1": 0.8, "learning_rate": muon_learning_rate(n_embd)}
     off = device.speed_ups_off(on, model, seq_len, explicit)
     from_device = flags_of_device(on, model, off, explicit)
 
     # Each layer overrides those before it. Below them all are the defaults of TrainConfig.
-    flags = recipe | from_weights | from_device | explicit
+    flags = recipe | from_muon | from_weights | from_device | explicit
     if "warmup_steps" not in explicit:
         # A short run could not warm up for 715 steps. A fifth of it is the lecture's 10 of 50.
         steps = flags.get("steps", TrainConfig.steps)
@@ -356,7 +370,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
 # ---- The optimizer and its learning rate ---------------------------------------------------------
 
 
-def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim.Optimizer:
     """Return AdamW as GPT-3 set it (Brown et al. 2020, appendix B); with --muon, Muon updates the
     blocks' matrices instead."""
     # Decay pulls weights to 0. A layer norm's gain belongs near 1, and biases are few.
@@ -366,9 +380,10 @@ def make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
         {"params": others, "weight_decay": 0.0},
     ]
     # Speed-up 6. Without it None, not False: torch then picks its second best implementation.
-    options = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": config.fused or None}
+    betas = (config.beta1, 0.95)
+    options = {"lr": config.learning_rate, "betas": betas, "fused": config.fused or None}
     if config.muon:
-        return MuonAdamW(groups, model.matrices(), config.bf16, **options)
+        return MuonAdamW(groups, model.matrices(), config.bf16, world, **options)
     return torch.optim.AdamW(groups, **options)
 
 
@@ -1000,7 +1015,7 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
         questions=questions,
         net=net,
         model=model,
-        optimizer=make_optimizer(model, config),
+        optimizer=make_optimizer(model, config, world),
         scaler=torch.amp.GradScaler(world.device.type, enabled=config.fp16),
         loader=ShardLoader(data.train, *place, seed=config.seed if config.shuffle else None),
     )

@@ -34,6 +34,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def gather_shares(self, shares: Tensor):
+        """Fill shares, (ranks, ...), where each rank has filled the row of its own number."""
+        # As bytes, since gloo does not gather bfloat16 in each version of torch.
+        rows = list(shares.view(torch.uint8))
+        dist.all_gather(rows, rows[self.rank].clone())
+
     def gather(self, value) -> list:
         """Return the value of each rank, on all of them."""
         values = [value] * self.size

@@ -2,28 +2,52 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from support.distributed import World
 
 MOMENTUM = 0.95  # Jordan's value
+ROW_BETA = 0.95  # NorMuon's beta2
+RMS = 0.2  # of AdamW's updates, as Liu et al. measured it
 # Numbers that are made orthogonal at a time: 128 MiB in float32, and six times that in between.
 MAX_NUMBERS = 1 << 25
 
 
+class Matrix(NamedTuple):
+    """A matrix with its gradient and its state, which may be views into larger tensors."""
+
+    weight: Tensor  # (rows, columns), as the next two
+    grad: Tensor
+    momentum: Tensor
+    row_moment: Tensor  # (rows, 1): the mean square of a row's updates, as a running mean
+
+
 class MuonAdamW(torch.optim.AdamW):
     """AdamW for the parameters in groups, except for those in matrices, which Muon updates. Muon
-    (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the update of a matrix by
-    the nearest orthogonal one. It is scaled to the size of AdamW's updates (Liu et al. 2025, "Muon
-    is scalable for LLM training"), so one learning rate serves both: p -= lr * (weight_decay * p +
-    0.2 * sqrt(longer side) * O)."""
+    (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces a matrix of momentum by
+    the nearest orthogonal one. As in NorMuon (Li et al. 2025, arXiv 2510.05491), each row, which
+    belongs to one neuron, is then divided by the root mean square of its past updates. Last, the
+    update is scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"),
+    so one learning rate serves both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
-    def __init__(self, groups: list[dict], matrices: Iterable[Tensor], bf16: bool, **options):
-        """options are AdamW's. With bf16 the matrices are made orthogonal in bfloat16."""
+    def __init__(
+        self,
+        groups: list[dict],
+        matrices: list[tuple[nn.Parameter, int]],
+        bf16: bool,
+        world: World,
+        **options,
+    ):
+        """Prepare the update of the parameters in matrices, each with the number of matrices that
+        are stacked in it. With bf16 they are made orthogonal in bfloat16, and the ranks of world
+        share that work. groups and options are AdamW's."""
         super().__init__(groups, **options)
-        self.matrices = list(matrices)
+        self.matrices = matrices
         self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.world = world
 
     def __setstate__(self, state: dict):
         # Called by load_state_dict. AdamW's own would look for a step of each parameter.
@@ -31,41 +55,61 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self):
-        matrix_grads = {}
         by_shape = defaultdict(list)
-        for p in self.matrices:
-            if p.grad is not None:
-                matrix_grads[p] = p.grad
-                by_shape[p.shape].append(p)
-                p.grad = None  # so that AdamW skips it
+        for p, count in self.matrices:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+                state["row_moment"] = p.new_zeros(len(p), 1)
+            tensors = (p, p.grad, state["momentum"], state["row_moment"])
+            for views in zip(*(t.chunk(count) for t in tensors), strict=True):
+                by_shape[views[0].shape].append(Matrix(*views))
+            p.grad = None  # so that AdamW skips it
         super().step()
-        for shape, params in by_shape.items():
-            count = max(1, MAX_NUMBERS // shape.numel())
-            for start in range(0, len(params), count):
-                batch = params[start : start + count]
-                self.update_matrices(batch, torch.stack([matrix_grads[p] for p in batch]))
+        for shape, matrices in by_shape.items():
+            count = max(1, MAX_NUMBERS // shape.numel()) * self.world.size
+            for start in range(0, len(matrices), count):
+                self.update(matrices[start : start + count])
 
-    def update_matrices(self, params: list[Tensor], grads: Tensor):
-        """Update matrices of one shape, given their gradients (n, rows, columns)."""
-        lr = self.param_groups[0]["lr"]
-        weight_decay = self.param_groups[0]["weight_decay"]
-        for p in params:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
-        momentum = torch.stack(buffers).lerp_(grads, 1 - MOMENTUM)
-        for buffer, new in zip(buffers, momentum, strict=True):
-            buffer.copy_(new)
-        updates = orthogonalize(grads.lerp_(momentum, MOMENTUM), self.dtype)  # Nesterov's momentum
-        scale = lr * 0.2 * math.sqrt(max(params[0].shape))
-        for p, update in zip(params, updates, strict=True):
-            p.mul_(1 - lr * weight_decay).sub_(update.mul_(scale))
+    def update(self, matrices: list[Matrix]):
+        """Update matrices of one shape."""
+        lr, weight_decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
+        for m in matrices:
+            m.momentum.lerp_(m.grad, 1 - MOMENTUM)
+            m.grad.lerp_(m.momentum, MOMENTUM)  # Nesterov's momentum
+        updates = self.orthogonal([m.grad for m in matrices])  # (n, rows, columns)
+        squares = updates.square().mean(dim=2, keepdim=True)
+        row_moments = torch.stack([m.row_moment for m in matrices]).lerp_(squares, 1 - ROW_BETA)
+        updates /= row_moments.sqrt().clamp(min=1e-10)
+        norms = updates.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10)
+        updates *= lr * RMS * math.sqrt(updates[0].numel()) / norms
+        for m, row_moment, update in zip(matrices, row_moments, updates, strict=True):
+            m.row_moment.copy_(row_moment)
+            m.weight.mul_(1 - lr * weight_decay).sub_(update)
+
+    def orthogonal(self, matrices: list[Tensor]) -> Tensor:
+        """Return matrices of one shape made orthogonal, (n, rows, columns) float32. Each rank
+        computes a share of them, and all get all."""
+        size = self.world.size
+        if size == 1:
+            return orthogonalize(torch.stack(matrices), self.dtype).float()
+        share = math.ceil(len(matrices) / size)
+        mine = matrices[share * self.world.rank :][:share]  # the last ranks may have fewer
+        shape = (size, share, *matrices[0].shape)
+        results = torch.zeros(shape, dtype=self.dtype, device=self.world.device)
+        if mine:
+            result = orthogonalize(torch.stack(mine), self.dtype)
+            results[self.world.rank, : len(mine)] = result
+        self.world.gather_shares(results)
+        return results.flatten(0, 1)[: len(matrices)].float()
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Return, for matrices (n, rows, columns), roughly the nearest ones whose singular values are
-    all 1, float32. Five steps of a Newton-Schulz iteration in dtype; the coefficients are Jordan's.
-    In float32, singular values above a 500th of the matrix's norm end between 0.68 and 1.21."""
+    all 1, in dtype. Five steps of a Newton-Schulz iteration; the coefficients are Jordan's. In
+    float32, singular values above a 500th of the matrix's norm end between 0.68 and 1.21."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if is_tall else matrices
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
@@ -73,5 +117,4 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         a = x @ x.transpose(1, 2)
         b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, b, x, beta=3.4445)
-    x = x.transpose(1, 2) if is_tall else x
-    return x.float()
+    return x.transpose(1, 2) if is_tall else x

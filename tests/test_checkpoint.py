@@ -22,6 +22,7 @@ from support.checkpoint import (
     save,
     verify,
 )
+from support.distributed import World
 from support.errors import NoGoodCheckpoint, UserError
 from support.pretrained import load_weights, read
 from train_gpt2 import TrainConfig, make_optimizer
@@ -35,7 +36,7 @@ def after_steps(count: int, muon: bool = False) -> tuple[GPT, torch.optim.Optimi
     """Return a network and its optimizer after so many steps."""
     model = GPT(SHAPE)
     config = TrainConfig(muon=muon, bf16=False, steps=9, warmup_steps=0, learning_rate=0.01)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config, World(0, 1, torch.device("cpu")))
     for _ in range(count):
         make_step(model, optimizer)
     return model, optimizer

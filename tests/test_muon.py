@@ -1,4 +1,5 @@
-"""Tests ../support/muon.py: beside PyTorch's Muon and AdamW, and an exact decomposition."""
+"""Tests ../support/muon.py: beside a plain implementation in float64, PyTorch's Muon and AdamW, and
+an exact decomposition."""
 
 import numpy as np
 import pytest
@@ -6,9 +7,11 @@ import torch
 
 from model import GPT, GPTConfig
 from support import muon
+from support.distributed import World
 from support.muon import MuonAdamW, orthogonalize
 
 SHAPE = GPTConfig(vocab_size=11, seq_len=8, n_layer=3, n_head=2, n_embd=16)
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def make(kind: str) -> tuple[GPT, torch.optim.Optimizer]:
@@ -19,7 +22,7 @@ def make(kind: str) -> tuple[GPT, torch.optim.Optimizer]:
     options = {"lr": 0.01, "betas": (0.9, 0.95), "fused": True}
     if kind == "adamw":
         return model, torch.optim.AdamW(groups, **options)
-    return model, MuonAdamW(groups, model.matrices(), bf16=kind == "bfloat16", **options)
+    return model, MuonAdamW(groups, model.matrices(), kind == "bfloat16", ALONE, **options)
 
 
 def set_gradients(model: GPT, seed: int):
@@ -33,27 +36,66 @@ def set_gradients(model: GPT, seed: int):
 def test_the_matrices_are_those_of_the_blocks():
     model = GPT(SHAPE)
     names = {p: name for name, p in model.named_parameters()}
-    matrices = [names[p] for p in model.matrices()]
-    assert matrices == [n for n in names.values() if ".c_" in n and n.endswith("weight")]
+    matrices = {names[p]: count for p, count in model.matrices()}
+    assert [*matrices] == [n for n in names.values() if ".c_" in n and n.endswith("weight")]
     assert len(matrices) == 4 * SHAPE.n_layer
+    assert {name for name, count in matrices.items() if count != 1} == {
+        f"transformer.h.{i}.attn.c_attn.weight" for i in range(3)
+    }
+
+
+class PlainMuon:
+    """One matrix, in float64, one operation after the other."""
+
+    def __init__(self, weight: np.ndarray):
+        self.weight = weight.astype(np.float64)
+        self.momentum = np.zeros_like(self.weight)
+        self.row_moment = np.zeros(len(weight))
+
+    def step(self, grad: np.ndarray):
+        self.momentum = 0.95 * self.momentum + 0.05 * grad
+        x = 0.05 * grad + 0.95 * self.momentum
+        x /= np.sqrt((x**2).sum())
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+        self.row_moment = 0.95 * self.row_moment + 0.05 * (x**2).mean(axis=1)
+        x /= np.sqrt(self.row_moment)[:, None]
+        x *= 0.2 / np.sqrt((x**2).mean())
+        self.weight -= 0.01 * (0.1 * self.weight + x)
 
 
 @pytest.mark.parametrize("most", [1 << 25, 700])
-def test_the_matrices_are_updated_as_by_torch(monkeypatch, most):
-    """One after the other or many at a time; torch has bfloat16 alone."""
+def test_the_matrices_are_updated_as_by_a_plain_implementation(monkeypatch, most):
+    """q, k and v apart; one matrix after the other, or many at a time."""
     monkeypatch.setattr(muon, "MAX_NUMBERS", most)
-    ours, optimizer = make("bfloat16")
-    theirs, _ = make("adamw")
-    options = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    torch_muon = torch.optim.Muon(theirs.matrices(), **options)
-    start = [p.detach().clone() for p in theirs.matrices()]
-    for step in range(5):
-        for model in (ours, theirs):
-            set_gradients(model, step)
+    model, optimizer = make("float32")
+    plain = {
+        p: [PlainMuon(part) for part in np.split(p.detach().numpy(), count)]
+        for p, count in model.matrices()
+    }
+    for step in range(3):
+        set_gradients(model, step)
+        for p, parts in plain.items():
+            for part, grad in zip(parts, np.split(p.grad.numpy(), len(parts)), strict=True):
+                part.step(grad.astype(np.float64))
         optimizer.step()
-        torch_muon.step()
-    for p, q, p0 in zip(ours.matrices(), theirs.matrices(), start, strict=True):
-        assert (p - q).norm() < 0.02 * (q - p0).norm()
+    for p, parts in plain.items():
+        expected = torch.tensor(np.concatenate([part.weight for part in parts]))
+        torch.testing.assert_close(p.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 8), (8, 24)])
+def test_a_matrix_is_made_orthogonal_as_by_torch(shape):
+    """In bfloat16, which is all that torch's Muon has, and by its first step."""
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    p = torch.nn.Parameter(torch.zeros(shape))
+    p.grad = grad.clone()
+    options = {"lr": 1.0, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+    torch.optim.Muon([p], **options).step()
+    expected = -p.detach() / (0.2 * max(shape) ** 0.5)
+    ours = orthogonalize(grad[None], torch.bfloat16)[0].float()
+    assert (ours - expected).norm() < 0.04 * expected.norm()
 
 
 def test_the_other_parameters_are_updated_as_by_adamw_and_padded_rows_stay_zero():
@@ -64,7 +106,7 @@ def test_the_other_parameters_are_updated_as_by_adamw_and_padded_rows_stay_zero(
             set_gradients(model, step)
         optimizer.step()
         adamw.step()
-    matrices = {id(p) for p in ours.matrices()}
+    matrices = {id(p) for p, _ in ours.matrices()}
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p, q) == (id(p) not in matrices), name
     assert not ours.lm_head.weight[SHAPE.vocab_size :].any()
