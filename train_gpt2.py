@@ -218,9 +218,9 @@ for _model, _recipe in RECIPES.items():
 
 
 def muon_learning_rate(n_embd: int) -> float:
-    """Return the peak learning rate of --muon for a network of this width: see
-    benchmarks/README.md. Beyond 512 channels it is extrapolated."""
-    return 8e-3 * (128 / n_embd) ** (2 / 3)
+    """Return the peak learning rate of --muon for a network of this width. It was measured from
+    128 to 512 channels (benchmarks/README.md), and is extrapolated beyond."""
+    return 8e-3 * min(1, 128 / n_embd) ** 0.8
 
 
 # A small rate and batch, since the weights are good already: nanoGPT's values for finetuning.
@@ -264,7 +264,7 @@ def resolve(
     from_muon = {}
     if (recipe | explicit).get("muon"):
         n_embd = (recipe | from_weights | explicit)["n_embd"]
-        # beta1 is of AdamW, for what is not Muon's. 0.8 was better than 0.9 beside Muon.
+        # beta1 is AdamW's, for all but the blocks' matrices. There 0.8 was better than 0.9.
         from_muon = {"beta1": 0.8, "learning_rate": muon_learning_rate(n_embd)}
     off = device.speed_ups_off(on, model, seq_len, explicit)
     from_device = flags_of_device(on, model, off, explicit)

@@ -104,11 +104,11 @@ def check_same(before: dict, now: dict, *keys: str):
 # ---- Result files
 
 
-def results_path(program: str, device: str, *more: str, folder: Path = RESULTS) -> Path:
-    """Return folder/program-device-date-more.json, in small letters."""
+def results_path(program: str, device: str, *more: str, folder: Path | None = None) -> Path:
+    """Return folder/program-device-date-more.json, in small letters; by default in RESULTS."""
     names = [program, device, str(date.today()), *more]
     words = [re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") for name in names]
-    return folder / ("-".join(filter(None, words)) + ".json")
+    return (folder or RESULTS) / ("-".join(filter(None, words)) + ".json")
 
 
 def unused_path(path: Path) -> Path:

@@ -6,12 +6,13 @@
     python benchmarks/tokens_to_loss.py --quick                # a minute, to see that it works
     python benchmarks/tokens_to_loss.py --resume               # continue an interrupted measurement
 
-Each optimizer is at its best: four peak learning rates are tried, and more while the best one is at
-the edge. The rate with the lowest last validation loss is run with two more seeds. With each seed
-Muon also runs for 0.45 of the steps, planned so from the start. Where one of Muon's two curves
-first falls below AdamW's last loss with the same seed is interpolated between two validations.
-Seconds are those of the steps alone, and are compared only between runs that came one after the
-other: those of the later seeds.
+Each optimizer is at its best, after searches of equal size: with AdamW's beta1 at 0.9 and 0.8, four
+peak learning rates are tried, and more while the best one is at the edge. What has the lowest last
+validation loss is run with two more seeds. With each seed Muon also runs for 0.45 of the steps,
+planned so from the start. Where one of Muon's two curves first falls below AdamW's last loss with
+the same seed is interpolated between two validations. Seconds are those of the steps alone, and are
+compared only between runs that came one after the other: those of the later seeds. Last, nano runs
+with both for 20 tokens per parameter, at the best rate and at half of it.
 
 Results go to benchmarks/results/tokens-*.json after each run; a table is printed at the end.
 """
@@ -30,17 +31,20 @@ from tempfile import TemporaryDirectory
 import machine
 import plot
 
-NETWORKS = {  # parameters of the blocks: 0.8M, 2.7M and 10.6M, the last as nanoGPT's smallest
+NETWORKS = {  # the last is nanoGPT's smallest
     "nano": {"steps": 1200, "eval-tokens": 131_072},
     "3M": {"n-layer": 6, "n-head": 6, "n-embd": 192, "steps": 300, "eval-tokens": 16_384},
     "10M": {"n-layer": 6, "n-head": 6, "n-embd": 384, "steps": 200, "eval-tokens": 16_384},
 }  # the larger, the fewer steps, for the time it takes
 for name in ("3M", "10M"):
     NETWORKS[name]["bf16"] = True  # on a CPU that has it 1.4 and 1.7 times as fast
+PARAMETERS = {"nano": 0.84e6, "3M": 2.75e6, "10M": 10.8e6}
 RATES = {"AdamW": (2e-3, 4e-3, 8e-3, 16e-3), "Muon": (4e-3, 8e-3, 16e-3, 32e-3)}
+BETAS = (0.9, 0.8)  # AdamW's beta1, which Muon has for what is no matrix of a block
 END = 0.1  # of the cosine, as a share of the peak; an end at zero was worse in every search
 SEEDS = (1337, 1338, 1339)
 SHORT = 0.45  # of the steps, in Muon's second run of a seed
+LONG = {"nano": 7}  # times the steps: 20 tokens per parameter
 KINDS = {  # of runs at the best rate: optimizer and length
     "AdamW": ("AdamW", 1),
     "Muon": ("Muon", 1),
@@ -53,32 +57,42 @@ DIVERGED = 4  # train_gpt2.py's exit code for a loss that is not finite
 
 def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
     """Yield what to run for a network; the later ones depend on runs, the results so far."""
+    best = {}
     for optimizer, rates in RATES.items():
-        for rate in rates[:1] if args.quick else rates:
-            yield setting(name, args, optimizer, SEEDS[0], rate)
-        while not args.quick and (rate := next_rate(runs_of(runs, name, optimizer, SEEDS[0], 1))):
-            yield setting(name, args, optimizer, SEEDS[0], rate)
+        first = {"network": name, "optimizer": optimizer, "seed": SEEDS[0], "length": 1}
+        for beta1 in BETAS[:1] if args.quick else BETAS:
+            for rate in rates[:1] if args.quick else rates:
+                yield setting(args, first | {"rate": rate, "beta1": beta1})
+            same = first | {"beta1": beta1}
+            while not args.quick and (rate := next_rate(runs_of(runs, same))):
+                yield setting(args, same | {"rate": rate})
+        run = min(runs_of(runs, first), key=last_loss)
+        best[optimizer] = {key: run[key] for key in ("network", "optimizer", "rate", "beta1")}
     for seed in SEEDS:
         for optimizer, length in KINDS.values():
-            rate = min(runs_of(runs, name, optimizer, SEEDS[0], 1), key=last_loss)["rate"]
-            yield setting(name, args, optimizer, seed, rate, length)
+            yield setting(args, best[optimizer] | {"seed": seed, "length": length})
+    if name in LONG and not (args.quick or args.steps):
+        for optimizer, run in best.items():
+            for rate in (run["rate"], run["rate"] / 2):
+                again = {"rate": rate, "seed": SEEDS[0], "length": LONG[name]}
+                yield setting(args, best[optimizer] | again)
 
 
-def setting(name: str, args: Namespace, optimizer: str, seed: int, rate: float, length=1.0) -> dict:
-    steps = round(length * (args.steps or NETWORKS[name]["steps"]))
-    flags = NETWORKS[name] | {"steps": steps, "warmup-steps": steps // 24, "seed": seed}
-    flags |= {"learning-rate": rate, "decay-to": END, "muon": optimizer == "Muon"}
-    flags["eval-every"] = max(1, steps // 20)
+def setting(args: Namespace, run: dict) -> dict:
+    """Return a run of a network with an optimizer, seed, rate, beta1 and length, with its flags."""
+    network = NETWORKS[run["network"]]
+    steps = round(run["length"] * (args.steps or network["steps"]))
+    flags = network | {"steps": steps, "warmup-steps": steps // 24, "seed": run["seed"]}
+    flags |= {"learning-rate": run["rate"], "beta1": run["beta1"], "decay-to": END}
+    flags |= {"muon": run["optimizer"] == "Muon", "eval-every": max(1, steps // 20)}
     flags |= {"eval-tokens": args.eval_tokens} if args.eval_tokens else {}
     flags |= {"data-dir": args.data_dir} if args.data_dir else {}
-    result = {"network": name, "optimizer": optimizer, "seed": seed, "rate": rate, "end": END}
-    return result | {"length": length, "flags": flags}
+    return run | {"end": END, "flags": flags}
 
 
-def runs_of(runs: list[dict], *wanted) -> list[dict]:
-    """Return the runs of a network, an optimizer, a seed and a length."""
-    keys = ("network", "optimizer", "seed", "length")
-    return [run for run in runs if tuple(run[key] for key in keys) == wanted]
+def runs_of(runs: list[dict], wanted: dict) -> list[dict]:
+    """Return the runs that have these values."""
+    return [run for run in runs if all(run[key] == value for key, value in wanted.items())]
 
 
 def next_rate(tried: list[dict]) -> float | None:
@@ -125,7 +139,8 @@ def best_by_seed(runs: list[dict], name: str) -> dict[str, list[dict]]:
     best = {kind: [] for kind in KINDS}
     for kind, (optimizer, length) in KINDS.items():
         for seed in SEEDS:
-            best[kind].append(min(runs_of(runs, name, optimizer, seed, length), key=last_loss))
+            wanted = {"network": name, "optimizer": optimizer, "seed": seed, "length": length}
+            best[kind].append(min(runs_of(runs, wanted), key=last_loss))
     return best
 
 
@@ -164,19 +179,54 @@ def rows(content: dict) -> list[dict]:
     table = []
     for name in content["done"]:
         best = best_by_seed(content["runs"], name)
-        adamw = best["AdamW"][0]
-        tokens = adamw["step"][-1] * adamw["tokens_per_step"]
-        unit = "bits_per_byte" if adamw.get("bits_per_byte") else "loss"
-        row = {"network": f"{name}, {tokens / 1e6:.1f}M tokens, {unit.replace('_', ' ')}"}
-        for kind, runs in best.items():
-            row[kind] = f"{mean(run[unit][-1] for run in runs):.3f}"
         found = shares(content["runs"], name)
+        row = what_was_trained(best["AdamW"][0]) | last_losses(best)
         row |= {"its tokens": spread(found["tokens"]), "its time": spread(found["seconds"])}
-        for optimizer in RATES:
-            run = best[optimizer][0]
-            row[f"{optimizer}'s rate"] = f"{run['rate']:g} to {run['rate'] * run['end']:g}"
-        table.append(row)
+        table.append(row | settings_of(best))
+        wanted = {"network": name, "length": LONG.get(name)}
+        if any(run["loss"] for run in runs_of(content["runs"], wanted)):
+            best = {
+                optimizer: [
+                    min(runs_of(content["runs"], wanted | {"optimizer": optimizer}), key=last_loss)
+                ]
+                for optimizer in RATES
+            }
+            adamw, muon = best["AdamW"][0], best["Muon"][0]
+            row = what_was_trained(adamw) | last_losses(best)
+            row["its tokens"] = f"{reached(muon, last_loss(adamw))[0] / adamw['step'][-1]:.2f}"
+            table.append(row | settings_of(best))
     return table
+
+
+def what_was_trained(run: dict) -> dict[str, str]:
+    """Return the columns on the network and its tokens."""
+    tokens = run["step"][-1] * run["tokens_per_step"]
+    ratio = f"{tokens / PARAMETERS[run['network']]:.2g}"
+    unit = unit_of(run).replace("_", " ")
+    return {
+        "network": f"{run['network']}, {tokens / 1e6:.1f}M tokens, {unit}",
+        "per parameter": ratio,
+    }
+
+
+def unit_of(run: dict) -> str:
+    return "bits_per_byte" if run.get("bits_per_byte") else "loss"
+
+
+def last_losses(best: dict[str, list[dict]]) -> dict[str, str]:
+    return {
+        kind: f"{mean(run[unit_of(run)][-1] for run in runs):.3f}" for kind, runs in best.items()
+    }
+
+
+def settings_of(best: dict[str, list[dict]]) -> dict[str, str]:
+    """Return the columns on the best settings of each optimizer."""
+    columns = {}
+    for optimizer in RATES:
+        run = best[optimizer][0]
+        text = f"{run['rate']:g} to {run['rate'] * run['end']:g}"
+        columns[f"{optimizer}'s rate"] = f"{text}, beta1 {run.get('beta1', 0.9):g}"
+    return columns
 
 
 def block(contents: dict[str, dict]) -> str:
@@ -196,6 +246,7 @@ def block(contents: dict[str, dict]) -> str:
 def start(args: Namespace, corpus: str) -> tuple[dict, Path | None]:
     """Return new results, or with --resume the newest of the same corpus and sizes."""
     sizes = {"corpus": corpus, "steps": args.steps, "eval_tokens": args.eval_tokens}
+    sizes["beta1"] = list(BETAS)
     paths = machine.RESULTS.glob("tokens-*.json") if args.resume else []
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         content = machine.load(path)

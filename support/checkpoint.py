@@ -34,7 +34,7 @@ from support.files import sync
 from support.logger import LOG
 from support.tokenizer import Tokenizer, as_json, load_tokenizer, provide_vocab
 
-FORMAT = 2  # of state.json
+FORMAT = 3  # of state.json
 SUMS = "SHA256SUMS"
 REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
 LOCK, SUMMARY = ".lock", "summary.json"

@@ -12,8 +12,9 @@ from support.distributed import World
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2
 RMS = 0.2  # of AdamW's updates, as Liu et al. measured it
-# Numbers that are made orthogonal at a time: 128 MiB in float32, and six times that in between.
-MAX_NUMBERS = 1 << 25
+# Entries of the matrices that a rank makes orthogonal at a time: 128 MiB in float32, and six times
+# that for what is computed in between.
+MAX_ENTRIES = 1 << 25
 
 
 class Matrix(NamedTuple):
@@ -56,22 +57,22 @@ class MuonAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self):
         by_shape = defaultdict(list)
-        for p, count in self.matrices:
+        for p, num_stacked in self.matrices:
             if p.grad is None:
                 continue
             state = self.state[p]
             if not state:
-                state["momentum"] = torch.zeros_like(p)
+                state["momentum_buffer"] = torch.zeros_like(p)
                 state["row_moment"] = p.new_zeros(len(p), 1)
-            tensors = (p, p.grad, state["momentum"], state["row_moment"])
-            for views in zip(*(t.chunk(count) for t in tensors), strict=True):
+            tensors = (p, p.grad, state["momentum_buffer"], state["row_moment"])
+            for views in zip(*(t.chunk(num_stacked) for t in tensors), strict=True):
                 by_shape[views[0].shape].append(Matrix(*views))
             p.grad = None  # so that AdamW skips it
         super().step()
         for shape, matrices in by_shape.items():
-            count = max(1, MAX_NUMBERS // shape.numel()) * self.world.size
-            for start in range(0, len(matrices), count):
-                self.update(matrices[start : start + count])
+            batch_size = max(1, MAX_ENTRIES // shape.numel()) * self.world.size
+            for start in range(0, len(matrices), batch_size):
+                self.update(matrices[start : start + batch_size])
 
     def update(self, matrices: list[Matrix]):
         """Update matrices of one shape."""
@@ -80,7 +81,7 @@ class MuonAdamW(torch.optim.AdamW):
             m.momentum.lerp_(m.grad, 1 - MOMENTUM)
             m.grad.lerp_(m.momentum, MOMENTUM)  # Nesterov's momentum
         updates = self.orthogonal([m.grad for m in matrices])  # (n, rows, columns)
-        squares = updates.square().mean(dim=2, keepdim=True)
+        squares = updates.norm(dim=2, keepdim=True).square() / updates.shape[2]
         row_moments = torch.stack([m.row_moment for m in matrices]).lerp_(squares, 1 - ROW_BETA)
         updates /= row_moments.sqrt().clamp(min=1e-10)
         norms = updates.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10)
@@ -89,21 +90,21 @@ class MuonAdamW(torch.optim.AdamW):
             m.row_moment.copy_(row_moment)
             m.weight.mul_(1 - lr * weight_decay).sub_(update)
 
-    def orthogonal(self, matrices: list[Tensor]) -> Tensor:
-        """Return matrices of one shape made orthogonal, (n, rows, columns) float32. Each rank
-        computes a share of them, and all get all."""
+    def orthogonal(self, tensors: list[Tensor]) -> Tensor:
+        """Return tensors of one shape made orthogonal, (n, rows, columns) float32. Each rank
+        computes a share of them, and gets the others' from them."""
         size = self.world.size
         if size == 1:
-            return orthogonalize(torch.stack(matrices), self.dtype).float()
-        share = math.ceil(len(matrices) / size)
-        mine = matrices[share * self.world.rank :][:share]  # the last ranks may have fewer
-        shape = (size, share, *matrices[0].shape)
+            return orthogonalize(torch.stack(tensors), self.dtype).float()
+        share = math.ceil(len(tensors) / size)
+        mine = tensors[share * self.world.rank :][:share]  # the last ranks may have fewer
+        shape = (size, share, *tensors[0].shape)
         results = torch.zeros(shape, dtype=self.dtype, device=self.world.device)
         if mine:
             result = orthogonalize(torch.stack(mine), self.dtype)
             results[self.world.rank, : len(mine)] = result
         self.world.gather_shares(results)
-        return results.flatten(0, 1)[: len(matrices)].float()
+        return results.flatten(0, 1)[: len(tensors)].float()
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -239,7 +239,7 @@ def with_other_shape(config: dict):
 
 
 OTHER_VERSIONS = {
-    "a format": ("state.json", lambda state: state.update(format=3)),
+    "a format": ("state.json", lambda state: state.update(format=1)),
     "a field of the shape": ("config.json", with_other_shape),
     "names of weights": ("model.safetensors", with_other_name),
     "names in the optimizer": ("optimizer.safetensors", with_other_name),

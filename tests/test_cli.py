@@ -44,6 +44,18 @@ def test_the_sizes_have_gpt3s_learning_rates():
     assert rates == [6e-4, 3e-4, 2.5e-4, 2e-4]
 
 
+def test_muon_has_a_rate_by_width_and_what_is_typed_wins():
+    def rate(line: str) -> float:
+        return resolved(line).learning_rate
+
+    assert rate("--model gpt2 --muon") == train_gpt2.muon_learning_rate(768) > 6e-4
+    assert rate("--model gpt2 --muon --n-embd 384") == train_gpt2.muon_learning_rate(384)
+    assert rate("--model gpt2-xl --muon") < rate("--model gpt2-medium --muon") < rate("")
+    assert rate("--muon --learning-rate 0.5") == 0.5 and rate("--model gpt2") == 6e-4
+    betas = [resolved(line).beta1 for line in ("--muon", "--no-muon", "--muon --beta1 0.7")]
+    assert betas == [0.8, 0.9, 0.7]
+
+
 SPEED_UPS = {  # which are on, of tf32, bf16, compile, flash, pad_vocab, fused, on a GPU of 2020
     "--speed-ups none": [0, 0, 0, 0, 0, 0],
     "--speed-ups bf16": [1, 1, 0, 0, 0, 0],

@@ -68,7 +68,7 @@ class PlainMuon:
 @pytest.mark.parametrize("most", [1 << 25, 700])
 def test_the_matrices_are_updated_as_by_a_plain_implementation(monkeypatch, most):
     """q, k and v apart; one matrix after the other, or many at a time."""
-    monkeypatch.setattr(muon, "MAX_NUMBERS", most)
+    monkeypatch.setattr(muon, "MAX_ENTRIES", most)
     model, optimizer = make("float32")
     plain = {
         p: [PlainMuon(part) for part in np.split(p.detach().numpy(), count)]

@@ -15,7 +15,7 @@ SECONDS = {"AdamW": 1.0, "Muon": 1.5}  # of a step
 def made(optimizer: str, losses: dict[int, float], seed=1337, rate=4e-3, length=1) -> dict:
     """A run of nano with these losses by step."""
     own = {"network": "nano", "optimizer": optimizer, "seed": seed, "rate": rate, "end": 0.1}
-    own["length"] = length
+    own |= {"length": length, "beta1": 0.9}
     seconds = [SECONDS[optimizer] * step for step in losses]
     curve = {"step": [*losses], "loss": [*losses.values()], "seconds": seconds}
     return own | curve | {"tokens_per_step": 2048}
@@ -54,7 +54,7 @@ def test_shares_are_of_the_best_settings_seed_by_seed():
 
 def test_the_table_has_a_row_for_each_network_that_is_done():
     [row] = tokens_to_loss.rows(results())
-    assert len(row) <= 8 and row["network"] == "nano, 0.0M tokens, loss"
+    assert len(row) <= 9 and row["network"] == "nano, 0.0M tokens, loss"
     assert row["its tokens"] == "0.40 (0.40, 0.40)"
     losses = [row["AdamW"], row["Muon"], row["Muon, 0.45 of the tokens"]]
     assert losses == ["2.000", "1.000", "1.500"]
@@ -66,21 +66,39 @@ def test_the_table_has_a_row_for_each_network_that_is_done():
 
 
 def test_the_last_settings_are_of_the_best_rate():
-    """A rate at which the run diverges is not the best."""
-    args, runs = Namespace(steps=100, eval_tokens=1, data_dir="", quick=False), []
-    best = {"AdamW": 1e-3, "Muon": 16e-3}
+    """A rate at which the run diverges is not the best, and each beta1 has its own search."""
+    args, runs = Namespace(steps=None, eval_tokens=1, data_dir="", quick=False), []
+    best = {"AdamW": (1e-3, 0.9), "Muon": (16e-3, 0.8)}
     for setting in tokens_to_loss.settings("nano", args, runs):
-        distance = abs(math.log2(setting["rate"] / best[setting["optimizer"]]))
+        rate, beta1 = best[setting["optimizer"]]
+        distance = abs(math.log2(setting["rate"] / rate)) + abs(setting["beta1"] - beta1)
         runs.append(setting | {"loss": [2.0 + distance] if setting["rate"] < 32e-3 else []})
-    search = [(run["optimizer"], run["rate"]) for run in runs[:10]]
+    search = [(run["optimizer"], run["beta1"], run["rate"]) for run in runs[:20]]
     rates = {"AdamW": [2e-3, 4e-3, 8e-3, 16e-3, 1e-3, 5e-4], "Muon": [4e-3, 8e-3, 16e-3, 32e-3]}
-    assert search == [(name, rate) for name, some in rates.items() for rate in some]
-    turns = [(run["optimizer"], run["rate"], run["seed"]) for run in runs[10:]]
+    assert search == [
+        (name, beta1, rate) for name, some in rates.items() for beta1 in (0.9, 0.8) for rate in some
+    ]
+    turns = [(run["optimizer"], (run["rate"], run["beta1"]), run["seed"]) for run in runs[20:29]]
     names = ("AdamW", "Muon", "Muon")
     assert turns == [(name, best[name], seed) for seed in tokens_to_loss.SEEDS for name in names]
-    flags = [run["flags"] for run in runs[10:]]
-    sizes = [(100, 4, False), (100, 4, True), (45, 1, True)]
-    assert [(f["steps"], f["warmup-steps"], f["muon"]) for f in flags] == sizes * 3
+    flags = [run["flags"] for run in runs[20:]]
+    sizes = [(1200, 50, False), (1200, 50, True), (540, 22, True)]
+    long = [(8400, 350, False)] * 2 + [(8400, 350, True)] * 2
+    assert [(f["steps"], f["warmup-steps"], f["muon"]) for f in flags] == sizes * 3 + long
+    assert [run["rate"] for run in runs[29:]] == [1e-3, 5e-4, 16e-3, 8e-3]
+
+
+def test_long_runs_have_a_row_of_their_own():
+    content = results()
+    length = tokens_to_loss.LONG["nano"]
+    content["runs"] += [
+        made("AdamW", {0: 6.0, 140: 1.5}, length=length),
+        made("AdamW", {0: 6.0, 140: 1.6}, length=length, rate=8e-3),
+        made("Muon", {0: 6.0, 70: 1.5, 140: 1.2}, length=length),
+    ]
+    first, second = tokens_to_loss.rows(content)
+    assert (second["AdamW"], second["Muon"], second["its tokens"]) == ("1.500", "1.200", "0.50")
+    assert first["its tokens"] == "0.40 (0.40, 0.40)" and second["AdamW's rate"].startswith("0.004")
 
 
 def test_the_search_for_a_rate_ends():
@@ -94,7 +112,7 @@ def test_the_search_for_a_rate_ends():
 def test_part_of_a_turn_comes_again(tmp_path, monkeypatch):
     """Their seconds are compared, which a machine's speed may change in between."""
     monkeypatch.setattr(tokens_to_loss.machine, "RESULTS", tmp_path)
-    sizes = {"corpus": "words", "steps": None, "eval_tokens": 1}
+    sizes = {"corpus": "words", "steps": None, "eval_tokens": 1, "beta1": [0.9, 0.8]}
     runs = results()["runs"][:9]  # of three seeds, each AdamW, Muon and Muon for fewer steps
     for num_runs, kept in ((1, 1), (3, 3), (4, 3), (5, 3), (6, 6), (8, 6), (9, 9)):
         content = results() | {"sizes": sizes, "runs": runs[:num_runs]}
