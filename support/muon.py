@@ -5,15 +5,14 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from support.distributed import World
 
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2
 RMS = 0.2  # of AdamW's updates, as Liu et al. measured it
-# Entries of the matrices that a rank makes orthogonal at a time: 128 MiB in float32, and six times
-# that for what is computed in between.
+# Entries that a rank makes orthogonal at a time: 128 MiB in float32, and six times that meanwhile.
 MAX_ENTRIES = 1 << 25
 
 
@@ -34,16 +33,9 @@ class MuonAdamW(torch.optim.AdamW):
     update is scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"),
     so one learning rate serves both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
-    def __init__(
-        self,
-        groups: list[dict],
-        matrices: list[tuple[nn.Parameter, int]],
-        bf16: bool,
-        world: World,
-        **options,
-    ):
-        """Prepare the update of the parameters in matrices, each with the number of matrices that
-        are stacked in it. With bf16 they are made orthogonal in bfloat16, and the ranks of world
+    def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
+        """Prepare the update of matrices: pairs of a parameter and the number of matrices that are
+        stacked in it. With bf16 they are made orthogonal in bfloat16, and the ranks of world
         share that work. groups and options are AdamW's."""
         super().__init__(groups, **options)
         self.matrices = matrices
@@ -58,8 +50,6 @@ class MuonAdamW(torch.optim.AdamW):
     def step(self):
         by_shape = defaultdict(list)
         for p, num_stacked in self.matrices:
-            if p.grad is None:
-                continue
             state = self.state[p]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
@@ -98,8 +88,7 @@ class MuonAdamW(torch.optim.AdamW):
             return orthogonalize(torch.stack(tensors), self.dtype).float()
         share = math.ceil(len(tensors) / size)
         mine = tensors[share * self.world.rank :][:share]  # the last ranks may have fewer
-        shape = (size, share, *tensors[0].shape)
-        results = torch.zeros(shape, dtype=self.dtype, device=self.world.device)
+        results = tensors[0].new_zeros((size, share, *tensors[0].shape), dtype=self.dtype)
         if mine:
             result = orthogonalize(torch.stack(mine), self.dtype)
             results[self.world.rank, : len(mine)] = result
