@@ -286,9 +286,12 @@ def find_weights(name: str) -> Path:
     """Return where the weights that --init-from names are: in a run's newest good checkpoint, in a
     file or folder, or in the cache of the Hugging Face hub."""
     if not os.path.lexists(name):
-        others = [path.name for path in checkpoints(Path(name).parent)]
+        folder = Path(name).parent
+        others = [path.name for path in checkpoints(folder)]
         if others:
-            raise UserError(f"{name} is not there: {Path(name).parent} has {', '.join(others)}")
+            raise UserError(f"{name} is not there: {folder} has {', '.join(others)}")
+        if folder != Path() and folder.is_dir():  # not a name on the hub
+            raise UserError(f"--init-from {name}: there is no such file or folder in {folder}")
         return pretrained.download(name)
     path = Path(name)
     if path.is_dir():

@@ -147,7 +147,8 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
             record = None
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
-            yield record
+            if not line.isspace():
+                yield record
     elif kind == "parquet":
         import pyarrow.parquet
 

@@ -111,7 +111,7 @@ def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path):
         idx = torch.tensor([tokenizer.encode("def")])
         assert model.logits(idx).shape == (1, 3, model.config.num_rows)
     assert_close(model.transformer.ln_f.weight, read(whole[1] / "step_000012").weights[LN_F])
-    with pytest.raises(UserError, match="nor on the hub"):
+    with pytest.raises(UserError, match="there is no such file or folder"):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="step_000009 is not there: .* has step_000012, step_0000"):
         load_model(str(whole[1] / "step_000009"))

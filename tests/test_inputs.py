@@ -165,12 +165,12 @@ def test_a_damaged_file_is_named_and_leaves_nothing(kind, tmp_path, capsys):
 
 
 def test_a_record_without_text_is_skipped_and_counted(tmp_path):
-    bad = [b"text", b'["text"]', b'{"text": 1}', b'{"text": null}', b'{"text": "\xff"}', b"",
+    bad = [b"text", b'["text"]', b'{"text": 1}', b'{"text": null}', b'{"text": "\xff"}',
            b"[" * 10**5, b'{"text":' * 10**5, b'{"text": ["a"]}', b'{"text": ""}']  # fmt: skip
     (tmp_path / "a.jsonl").write_bytes(lines(RECORDS) + b"\n".join(bad))
     assert read_all(tmp_path / "a.jsonl") == (
         [*TEXTS, b""],
-        {"skipped, no text in the field text": 10},
+        {"skipped, no text in the field text": 9},
     )
 
 
@@ -232,6 +232,11 @@ def test_ragged_rows_and_fields_of_several_lines(tmp_path):
 def test_rows_that_end_in_a_comma_have_no_more_cells_than_the_header(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"id,text\n1,a,\n2,b,,\n")
     assert read_all(tmp_path / "a.csv") == ([b"a", b"b"], {})
+
+
+def test_empty_lines_between_records_are_no_records(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n \n{"text": "b"}\n\n')
+    assert read_all(tmp_path / "a.jsonl") == ([b"a", b"b"], {})
 
 
 def test_a_table_may_have_semicolons(tmp_path):
