@@ -975,9 +975,7 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
     world.check_same({"the data": here.fingerprint})
     if state:
         world.from_main(check_same_run, state, config, data)
-        # Not complete with its last step alone: its last evaluation may be missing.
-        last = checkpoint.read_summary(out_dir).get("steps")
-        if state["step"] > config.steps or state["step"] == config.steps == last:
+        if is_complete(state, config, out_dir):
             if world.is_main:
                 made = f"{state['step']:,} steps are done"
                 logger.show(f"already complete: {made}, and --steps is {config.steps:,}")
@@ -985,10 +983,8 @@ def set_up(typed: dict, world: World, signals: errors.StopSignals) -> Run | None
 
     # The network, and a micro-batch that fits.
     set_backends(config, world.device)
-    # Every rank draws the same initial weights from the same seed.
-    model = GPT(config.shape(vocab_size), config.computation(), config.seed)
+    model = make_model(config, vocab_size, source)
     if source:
-        load_weights(model, source)
         check_ranks_agree(model, state["step"] if state else 0, world)
     if not path:
         world.from_main(checkpoint.check_saveable, model, data.tokenizer, out_dir)
@@ -1079,6 +1075,22 @@ def open_data(
     return data, vocab_size, open_examples(config.hellaswag, vocab_size, data.tokenizer)
 
 
+def is_complete(state: dict, config: TrainConfig, out_dir: Path) -> bool:
+    """Return whether a run has made all its steps, and its last evaluation."""
+    if state["step"] == config.steps:
+        return checkpoint.read_summary(out_dir).get("steps") == config.steps
+    return state["step"] > config.steps
+
+
+def make_model(config: TrainConfig, vocab_size: int, source: Pretrained | None) -> GPT:
+    """Return the network, on the CPU, with the weights in source or new ones."""
+    # Every rank draws the same initial weights from the same seed.
+    model = GPT(config.shape(vocab_size), config.computation(), config.seed)
+    if source:
+        load_weights(model, source)
+    return model
+
+
 def check_same_run(state: dict, config: TrainConfig, data: corpus.TokenFolder):
     """Raise UserError if flags or data ask for another run than the one that was saved."""
     for f in fields(TrainConfig):
@@ -1164,8 +1176,8 @@ def run_program(typed: dict, signals: errors.StopSignals) -> int:
     device.check_torch(torch.__version__)
     world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))
     with process_group(world):
-        # Ranks that were started with different commands would wait for each other forever. Each
-        # rank computes Muon's update itself, so all need the same kind of device.
+        # Ranks that were started with different commands would wait for each other forever, and
+        # different kinds of devices do not round alike.
         command = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
         world.check_same(command | {"the processor or GPU": device.device_name(world.device)})
         if typed.get("eval_only") or typed.get("sample_only"):

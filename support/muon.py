@@ -54,9 +54,13 @@ class MuonAdamW(torch.optim.AdamW):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
                 state["row_moment"] = p.new_zeros(len(p), 1)
-            tensors = (p, p.grad, state["momentum_buffer"], state["row_moment"])
-            for views in zip(*(t.chunk(num_stacked) for t in tensors), strict=True):
-                by_shape[views[0].shape].append(Matrix(*views))
+            weights = p.chunk(num_stacked)  # views, as the next three
+            grads = p.grad.chunk(num_stacked)
+            momenta = state["momentum_buffer"].chunk(num_stacked)
+            row_moments = state["row_moment"].chunk(num_stacked)
+            for views in zip(weights, grads, momenta, row_moments, strict=True):
+                matrix = Matrix(*views)
+                by_shape[matrix.weight.shape].append(matrix)
             p.grad = None  # so that AdamW skips it
         super().step()
         for shape, matrices in by_shape.items():
@@ -66,7 +70,8 @@ class MuonAdamW(torch.optim.AdamW):
 
     def update(self, matrices: list[Matrix]):
         """Update matrices of one shape."""
-        lr, weight_decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
+        lr = self.param_groups[0]["lr"]
+        weight_decay = self.param_groups[0]["weight_decay"]
         for m in matrices:
             m.momentum.lerp_(m.grad, 1 - MOMENTUM)
             m.grad.lerp_(m.momentum, MOMENTUM)  # Nesterov's momentum
@@ -87,7 +92,8 @@ class MuonAdamW(torch.optim.AdamW):
         if size == 1:
             return orthogonalize(torch.stack(tensors), self.dtype).float()
         share = math.ceil(len(tensors) / size)
-        mine = tensors[share * self.world.rank :][:share]  # the last ranks may have fewer
+        first = share * self.world.rank
+        mine = tensors[first : first + share]  # the last ranks may have fewer
         results = tensors[0].new_zeros((size, share, *tensors[0].shape), dtype=self.dtype)
         if mine:
             result = orthogonalize(torch.stack(mine), self.dtype)
