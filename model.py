@@ -267,8 +267,15 @@ class GPT(nn.Module):
         chunk = self.computation.loss_chunk_tokens or len(x)
         if chunk >= len(x):
             return self.loss(x, targets, "mean")
-        # The logits and their gradient are the largest tensors of a step. From here on, only those
-        # of one chunk exist at a time: backward computes them again, as --recompute a block's.
+        return self.chunked_loss(x, targets, chunk)
+
+    # Not compiled as a part of the step: Inductor computes the softmax of all chunks in one kernel,
+    # for which all logits are in memory at once. train_gpt2.py compiles `loss` by itself.
+    @torch.compiler.disable
+    def chunked_loss(self, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        """Return the same as loss, for x (N, C). The logits and their gradient are the largest
+        tensors of a step. Here only those of `chunk` tokens exist at a time: backward computes them
+        again, as --recompute a block's."""
         loss = torch.zeros((), device=x.device)
         for part, ids in zip(x.split(chunk), targets.split(chunk), strict=True):
             loss = loss + checkpoint(

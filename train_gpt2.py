@@ -363,6 +363,8 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     odd shapes do not compile anew."""
     # Every training batch has one shape, so nothing is gained by code for all shapes.
     net = torch.compile(model, dynamic=False) if config.compile else model  # speed-up 3
+    if config.compile and config.loss_chunk_tokens:
+        model.loss = torch.compile(model.loss, dynamic=False)  # by itself: see chunked_loss
     # Gradients as views into DDP's buckets: no second copy of them in memory.
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    TINY,
     digest,
     finish,
     flags,
@@ -35,12 +36,14 @@ from conftest import (
     weights,
 )
 from safetensors.torch import save_file
+from torch._inductor.utils import run_and_get_code
 
 import dataloader
 import train_gpt2
 from model import GPT, SHAPES, GPTConfig
 from support.checkpoint import checkpoints
 from support.cli import spell
+from support.distributed import World
 from support.errors import printable
 from support.pretrained import OWN, hf_config, hf_weights
 from train_gpt2 import TrainConfig, learning_rate
@@ -215,6 +218,33 @@ def count_graphs(rank: int):
         Path("graphs").write_text(json.dumps(counts))
 
     train_gpt2.log_step = log_and_count
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Dynamo and Inductor
+@pytest.mark.parametrize("bf16", [False, True])
+def test_compiled_code_holds_the_logits_of_one_chunk(bf16):
+    """In one graph with the rest, those of all eight were in memory at once."""
+    changes = {"compile": True, "bf16": bf16, "loss_chunk_tokens": 16}
+    config = train_gpt2.TrainConfig(**TINY | changes)
+    world = World(0, 1, torch.device("cpu"))
+    x, y = torch.randint(257, (2, 8, 16), generator=torch.Generator().manual_seed(1))
+    results = []
+
+    def loss_and_gradients(net):
+        with train_gpt2.autocast(config, world.device):
+            loss = net(x, y)
+        loss.backward()
+        grads = [p.grad.flatten() for p in net.parameters()]
+        results.append(torch.cat([loss.detach().view(1), *grads]))
+
+    torch.compiler.reset()
+    loss_and_gradients(GPT(config.shape(257), config.computation()))
+    model = GPT(config.shape(257), config.computation())
+    _, codes = run_and_get_code(loss_and_gradients, train_gpt2.speed_up(model, config, world))
+    chunks = [len(re.findall(r"= empty_strided_cpu\w*\(\(16, 320\)", code)) for code in codes]
+    assert sum(chunks) in (1, 2) and len(codes) == 4, chunks  # forward and backward of net and loss
+    assert (results[1] - results[0]).norm() < (1e-2 if bf16 else 1e-5) * results[0].norm()
 
 
 def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
