@@ -220,7 +220,7 @@ for _model, _recipe in RECIPES.items():
 def muon_learning_rate(n_embd: int) -> float:
     """Return the peak learning rate of --muon for a network of this width. It was measured from
     128 to 512 channels (benchmarks/README.md), and is extrapolated beyond."""
-    return 8e-3 * min(1, 128 / n_embd) ** 0.8
+    return round(8e-3 * min(1, 128 / n_embd) ** 0.8, 5)
 
 
 # A small rate and batch, since the weights are good already: nanoGPT's values for finetuning.
@@ -882,8 +882,11 @@ def use_weights(typed: dict, world: World) -> int:
 def evaluate_weights(model: GPT, source: Pretrained, config: TrainConfig, world: World):
     """Print the loss over --eval-tokens, and the shares of right answers to --hellaswag."""
     data, _, questions = world.from_main(open_data, config, source)
-    # Enough to keep a device busy.
+    # Enough to keep a device busy, if it fits.
     B = 32 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
+    with torch.no_grad():
+        while B > 1 and not pass_fits(model, model, replace(config, micro_batch_size=B), world):
+            B //= 2
     loader = ShardLoader(data.val, B, config.seq_len, world.rank, world.size)
     figures = {}
     if config.eval_tokens:
@@ -1139,11 +1142,13 @@ def fit_micro_batch(
 
 
 def pass_fits(net: nn.Module, model: GPT, config: TrainConfig, world: World) -> bool:
-    """Return whether every rank has the memory of a pass in addition to that of the optimizer."""
+    """Return whether every rank has the memory of a pass: forward and backward in addition to the
+    optimizer, or with torch.no_grad() forward alone."""
     held = []
     fits = True
     try:
-        held += device.optimizer_memory(model)
+        if torch.is_grad_enabled():
+            held += device.optimizer_memory(model)
         dummy_pass(net, config, world, sync=False)  # one rank may fail, and none waits for it
     except Exception as error:
         if not device.is_out_of_memory(error):
@@ -1157,13 +1162,16 @@ def pass_fits(net: nn.Module, model: GPT, config: TrainConfig, world: World) -> 
 
 
 def dummy_pass(net: nn.Module, config: TrainConfig, world: World, sync: bool = True):
-    """Make a forward and backward pass on dummy tokens, and throw its gradients away."""
+    """Make a forward and backward pass on dummy tokens, and throw its gradients away. Without
+    gradients it is a forward pass."""
     errors.reset_watchdog()
     shape = (config.micro_batch_size, config.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
     with gradient_sync(net, enabled=sync):
         with autocast(config, world.device):
             loss = net(tokens, tokens.clone())  # two tensors, as in a step: else it compiles twice
+        if not torch.is_grad_enabled():
+            return
         loss.backward()
     for name, p in net.named_parameters():
         if p.grad is None:  # of no use to the network, and fatal to DDP

@@ -49,6 +49,7 @@ def test_muon_has_a_rate_by_width_and_what_is_typed_wins():
         return resolved(line).learning_rate
 
     assert rate("--model gpt2 --muon") == train_gpt2.muon_learning_rate(768) > 6e-4
+    assert rate("--model gpt2 --muon") == 0.0019  # which is told at the start: no 16 digits
     assert rate("--model gpt2 --muon --n-embd 384") == train_gpt2.muon_learning_rate(384)
     assert rate("--model gpt2-xl --muon") < rate("--model gpt2-medium --muon") < rate("")
     assert rate("--muon --learning-rate 0.5") == 0.5 and rate("--model gpt2") == 6e-4

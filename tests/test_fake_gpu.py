@@ -61,8 +61,12 @@ def test_a_run_goes_on_and_is_evaluated_on_a_gpu(stand_in, data_dir, tmp_path):
     line = (f"--out-dir={folder}", "--eval-only", "--eval-tokens=784")
     result = memory.on_gpu(stand_in, *line)
     assert result["code"] == 0 and ": loss " in result["stdout"], result["stderr"]
-    # 49 sequences of 16 in two passes, each with an embedding of tokens and of positions
-    assert result["operations"]["embedding"] == 2 * 2
+    # 49 sequences of 16 in two passes of 32, and one on trial, each with two embeddings
+    assert result["operations"]["embedding"] == 2 * (1 + 2)
+    # They take 1.46 MiB, so that in half of it 16 may fit, and 8 do.
+    result = memory.on_gpu(stand_in, *line, gib=0.75 / 1024)
+    assert result["code"] == 0 and ": loss " in result["stdout"], result["stderr"]
+    assert result["operations"]["embedding"] in (2 * (2 + 4), 2 * (3 + 7))
 
 
 @pytest.mark.parametrize(
