@@ -220,7 +220,8 @@ for _model, _recipe in RECIPES.items():
 def muon_learning_rate(n_embd: int) -> float:
     """Return the peak learning rate of --muon for a network of this width. It was measured from
     128 to 512 channels (benchmarks/README.md), and is extrapolated beyond."""
-    return round(8e-3 * min(1, 128 / n_embd) ** 0.8, 5)
+    rate = 8e-3 * min(1, 128 / n_embd) ** 0.8
+    return float(f"{rate:.2g}")  # no more is known of it
 
 
 # A small rate and batch, since the weights are good already: nanoGPT's values for finetuning.

@@ -7,12 +7,12 @@
     python benchmarks/tokens_to_loss.py --resume               # continue an interrupted measurement
 
 Each optimizer is at its best, after searches of equal size: with AdamW's beta1 at 0.9 and 0.8, four
-peak learning rates are tried, and more while the best one is at the edge. What has the lowest last
-validation loss is run with two more seeds. With each seed Muon also runs for 0.45 of the steps,
-planned so from the start. Where one of Muon's two curves first falls below AdamW's last loss with
-the same seed is interpolated between two validations. Seconds are those of the steps alone, and are
-compared only between runs that came one after the other: those of the later seeds. Last, nano runs
-with both for 20 tokens per parameter, at the best rate and at half of it.
+peak learning rates are tried, and more while the best one is at the edge. The two settings with the
+lowest last validation loss are run with two more seeds, since what is best with one may diverge
+with another, and the one with the lower mean is taken. With each seed Muon also runs for 0.45 of
+the steps, planned so from the start. Where one of Muon's two curves first falls below AdamW's last
+loss with the same seed is interpolated between two validations. Last, nano runs with both for 20
+tokens per parameter, at the best rate and at half of it.
 
 Results go to benchmarks/results/tokens-*.json after each run; a table is printed at the end.
 """
@@ -24,6 +24,8 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -57,7 +59,7 @@ DIVERGED = 4  # train_gpt2.py's exit code for a loss that is not finite
 
 def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
     """Yield what to run for a network; the later ones depend on runs, the results so far."""
-    best = {}
+    finalists = {}
     for optimizer, rates in RATES.items():
         first = {"network": name, "optimizer": optimizer, "seed": SEEDS[0], "length": 1}
         for beta1 in BETAS[:1] if args.quick else BETAS:
@@ -66,16 +68,34 @@ def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
             same = first | {"beta1": beta1}
             while not args.quick and (rate := next_rate(runs_of(runs, same))):
                 yield setting(args, same | {"rate": rate})
-        run = min(runs_of(runs, first), key=last_loss)
-        best[optimizer] = {key: run[key] for key in ("network", "optimizer", "rate", "beta1")}
+        finalists[optimizer] = sorted(runs_of(runs, first), key=last_loss)[:2]
+    # In alternation, since the seconds of a step are compared.
     for seed in SEEDS:
-        for optimizer, length in KINDS.values():
-            yield setting(args, best[optimizer] | {"seed": seed, "length": length})
+        for run in chain(*zip(*finalists.values(), strict=True)):
+            yield setting(args, chosen(run) | {"seed": seed, "length": 1})
+    for seed in SEEDS:
+        yield setting(args, winner(runs, name, "Muon") | {"seed": seed, "length": SHORT})
     if name in LONG and not (args.quick or args.steps):
-        for optimizer, run in best.items():
-            for rate in (run["rate"], run["rate"] / 2):
-                again = {"rate": rate, "seed": SEEDS[0], "length": LONG[name]}
-                yield setting(args, best[optimizer] | again)
+        for optimizer in RATES:
+            best = winner(runs, name, optimizer) | {"seed": SEEDS[0], "length": LONG[name]}
+            for rate in (best["rate"], best["rate"] / 2):
+                yield setting(args, best | {"rate": rate})
+
+
+def chosen(run: dict) -> dict:
+    """Return what the search chooses of a run, and for which network and optimizer."""
+    return {key: run[key] for key in ("network", "optimizer", "rate", "beta1")}
+
+
+def winner(runs: list[dict], network: str, optimizer: str) -> dict:
+    """Return the settings with the lowest mean of last losses, among those run with all seeds."""
+    means = []
+    for run in runs_of(runs, {"network": network, "optimizer": optimizer, "length": 1}):
+        settings = chosen(run)
+        losses = [last_loss(other) for other in runs_of(runs, settings | {"length": 1})]
+        if len(losses) == len(SEEDS):
+            means.append((mean(losses), settings))
+    return min(means, key=itemgetter(0))[1]
 
 
 def setting(args: Namespace, run: dict) -> dict:
@@ -135,38 +155,41 @@ def train(setting: dict) -> dict:
 
 
 def best_by_seed(runs: list[dict], name: str) -> dict[str, list[dict]]:
-    """Return for each of KINDS the runs at the best rate, one for each seed."""
-    best = {kind: [] for kind in KINDS}
+    """Return for each of KINDS the runs of the best settings, one for each seed."""
+    best = {}
     for kind, (optimizer, length) in KINDS.items():
-        for seed in SEEDS:
-            wanted = {"network": name, "optimizer": optimizer, "seed": seed, "length": length}
-            best[kind].append(min(runs_of(runs, wanted), key=last_loss))
+        wanted = winner(runs, name, optimizer) | {"length": length}
+        best[kind] = [runs_of(runs, wanted | {"seed": seed})[0] for seed in SEEDS]
     return best
 
 
-def reached(run: dict, loss: float) -> tuple[float, float]:
-    """Return the step and the seconds at which a run falls to a loss; infinite if it never does."""
+def reached(run: dict, loss: float) -> float:
+    """Return the step at which a run falls to a loss; infinite if it never does."""
     below = [i for i, value in enumerate(run["loss"]) if value <= loss]
     if not below:
-        return math.inf, math.inf
+        return math.inf
     b = below[0]
     a = max(0, b - 1)
     fall = run["loss"][a] - run["loss"][b]
     share = (run["loss"][a] - loss) / fall if fall else 0.0
-    step = run["step"][a] + share * (run["step"][b] - run["step"][a])
-    return step, run["seconds"][a] + share * (run["seconds"][b] - run["seconds"][a])
+    return run["step"][a] + share * (run["step"][b] - run["step"][a])
 
 
 def shares(runs: list[dict], name: str) -> dict[str, list[float]]:
-    """Return Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's, by seed. Seconds
-    are only of the later seeds, whose runs came one after the other."""
+    """Return Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's, by seed."""
     found = {"tokens": [], "seconds": []}
-    for adamw, *muon in zip(*best_by_seed(runs, name).values(), strict=True):
-        step, seconds = min(reached(run, last_loss(adamw)) for run in muon)
-        found["tokens"].append(step / adamw["step"][-1])
+    for adamw, muon, short in zip(*best_by_seed(runs, name).values(), strict=True):
+        step = min(reached(muon, last_loss(adamw)), reached(short, last_loss(adamw)))
+        share = step / adamw["step"][-1]
+        found["tokens"].append(share)
+        # Of a step, in two runs that came one after the other. In the first seed's they did not.
         if adamw["seed"] != SEEDS[0]:
-            found["seconds"].append(seconds / adamw["seconds"][-1])
+            found["seconds"].append(share * step_seconds(muon) / step_seconds(adamw))
     return found
+
+
+def step_seconds(run: dict) -> float:
+    return run["seconds"][-1] / run["step"][-1]
 
 
 def spread(values: list[float]) -> str:
@@ -193,7 +216,7 @@ def rows(content: dict) -> list[dict]:
             }
             adamw, muon = best["AdamW"][0], best["Muon"][0]
             row = what_was_trained(adamw) | last_losses(best)
-            row["its tokens"] = f"{reached(muon, last_loss(adamw))[0] / adamw['step'][-1]:.2f}"
+            row["its tokens"] = f"{reached(muon, last_loss(adamw)) / adamw['step'][-1]:.2f}"
             table.append(row | settings_of(best))
     return table
 
@@ -251,12 +274,6 @@ def start(args: Namespace, corpus: str) -> tuple[dict, Path | None]:
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         content = machine.load(path)
         if content["sizes"] == sizes:
-            # The three runs of a later seed are timed beside each other: begin with the first.
-            last = content["runs"][-1]
-            keys = ("network", "seed")
-            same = [r for r in content["runs"] if all(r[key] == last[key] for key in keys)]
-            if last["seed"] != SEEDS[0] and len(same) < 3:
-                del content["runs"][-len(same) :]
             return content, path
     return {"corpus": corpus, "sizes": sizes, "done": [], "runs": []}, None
 

@@ -5,9 +5,10 @@
 FakeTensorMode runs every operation on shapes and types alone, and what a GPU would say is found
 beside it: tensors on two devices in one operation are an error, a wait of the processor for the GPU
 is counted with the line that waits, and the memory of all storages is added up, with an
-OutOfMemoryError where a card of GIB would have one. The last line printed is what was found, as
-JSON. What can't be seen here: kernels, speed, NCCL, Triton, cuBLAS's workspaces (32 MiB), gaps
-between allocations, CUDA's random numbers.
+OutOfMemoryError where a card of GIB would have one. With --compile, see fake_compiler.py, the
+kernels of the last step are counted too. The last line printed is what was found, as JSON. What
+can't be seen here: what kernels compute, speed, NCCL, cuBLAS's workspaces (32 MiB), gaps between
+allocations, CUDA's random numbers.
 
 The whole program runs, but for what reads or writes a tensor's numbers: what is saved is not
 written, and weights are read before the tensors are faked.
@@ -56,7 +57,13 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.kind, self.size, self.now, self.peak, self.at_peak = kind, size, 0, 0, ""
         self.waits, self.operations = Counter(), Counter()
+        self.launches = []  # name, and bytes read and written
         self.storages = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Do not keep torch.compile from working."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kinds = {x.device.type for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
@@ -70,13 +77,21 @@ class Device(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if is_copy and out.device.type == "cpu":
             self.wait(args[1] if func.overloadpacket is aten.copy_ else args[0])
-        self.operations[func.overloadpacket.__name__] += self.kind in kinds
+        name = func.overloadpacket.__name__
+        self.operations[name] += self.kind in kinds
+        if self.kind in kinds and func.namespace == "aten" and not func.is_view:
+            inputs = args, {key: x for key, x in (kwargs or {}).items() if key != "out"}
+            tensors = [x for x in tree_iter((inputs, out)) if isinstance(x, Tensor)]
+            self.launch(name, sum(x.nbytes for x in tensors))
         for x in tree_iter(out):
             if isinstance(x, Tensor) and x.device.type == self.kind:
                 self.hold(x, f"{func} {tuple(x.shape)}")
                 if self.kind == "mps" and x.dtype in (torch.float64, torch.complex128):
                     raise TypeError(f"{func}: MPS has no {x.dtype}")
         return out
+
+    def launch(self, name: str, num_bytes: int):
+        self.launches.append((name, num_bytes))
 
     def hold(self, x: Tensor, operation: str):
         storage = x.untyped_storage()
@@ -193,10 +208,28 @@ def fake_gpu(gib: float, capability: str) -> Iterator[Device]:
 
 def main(gib: str, capability: str, *flags: str) -> int:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as a name
-    with fake_gpu(float(gib), capability) as device:
-        code = train_gpt2.main(["--no-compile", *flags])
+    launches = []  # of the last step
+    train_step = train_gpt2.train_step
+
+    def watched_step(run: train_gpt2.Run) -> train_gpt2.StepResult:
+        device.launches.clear()
+        result = train_step(run)
+        launches[:] = device.launches
+        return result
+
+    with fake_gpu(float(gib), capability) as device, ExitStack() as stack:
+        stack.enter_context(mock.patch.object(train_gpt2, "train_step", watched_step))
+        if "--compile" in flags:
+            from fake_compiler import fake_compiler
+
+            stack.enter_context(fake_compiler(device.launch))
+        else:
+            flags = ("--no-compile", *flags)
+        code = train_gpt2.main([*flags])
     found = {"code": code, "waits": device.waits, "operations": device.operations}
-    print(json.dumps(found | {"peak_mib": device.peak / 2**20, "at_peak": device.at_peak}))
+    found |= {"peak_mib": device.peak / 2**20, "at_peak": device.at_peak}
+    found["launches"] = launches
+    print(json.dumps(found))
     return code
 
 

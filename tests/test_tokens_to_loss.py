@@ -23,9 +23,8 @@ def made(optimizer: str, losses: dict[int, float], seed=1337, rate=4e-3, length=
 
 def test_a_loss_is_reached_between_two_validations():
     run = made("AdamW", {0: 6.0, 10: 4.0, 20: 2.0, 30: 3.0})
-    assert tokens_to_loss.reached(run, 3.5) == (12.5, 12.5)
-    assert tokens_to_loss.reached(run, 2.0) == (20, 20) and tokens_to_loss.reached(run, 7) == (0, 0)
-    assert tokens_to_loss.reached(run, 1.0) == (math.inf, math.inf)
+    steps = [tokens_to_loss.reached(run, loss) for loss in (3.5, 2.0, 7.0, 1.0)]
+    assert steps == [12.5, 20, 0, math.inf]
 
 
 def results() -> dict:
@@ -36,15 +35,17 @@ def results() -> dict:
         runs.append(made("AdamW", {0: 6.0, 20: 2.0}, seed))
         runs.append(made("Muon", {0: 6.0, 10: 2.0, 20: 1.0}, seed))
         runs.append(made("Muon", {0: 6.0, 8: 2.0, 9: 1.5}, seed, length=tokens_to_loss.SHORT))
-    runs.append(made("AdamW", {0: 6.0, 20: 2.5}, rate=8e-3))
-    runs.append(made("Muon", {0: 6.0, 20: 1.5}, rate=8e-3))
+        # Better with the first seed, and worse on average.
+        runs.append(made("AdamW", {0: 6.0, 20: 1.9 if seed == 1337 else 2.5}, seed, rate=8e-3))
+        runs.append(made("Muon", {0: 6.0, 20: 0.9 if seed == 1337 else 1.5}, seed, rate=8e-3))
+    runs.append(made("Muon", {0: 6.0, 20: 0.5}, rate=16e-3))  # one seed alone is no proof
     env = {"device_name": "a CPU", "cores": 2, "torch": "2.13.0"}
     return {"corpus": "words", "environment": env, "done": ["nano"], "runs": runs}
 
 
 def test_shares_are_of_the_best_settings_seed_by_seed():
     found = tokens_to_loss.shares(results()["runs"], "nano")
-    assert found == {"tokens": [0.4] * 3, "seconds": [0.6] * 2}
+    assert found == {"tokens": [0.4] * 3, "seconds": [pytest.approx(0.6)] * 2}
     for run in (runs := results()["runs"]):
         if run["length"] < 1:
             run["loss"] = [6.0, 3.0, 2.5]  # never there
@@ -70,6 +71,8 @@ def test_the_last_settings_are_of_the_best_rate():
     args, runs = Namespace(steps=None, eval_tokens=1, data_dir="", quick=False), []
     best = {"AdamW": (1e-3, 0.9), "Muon": (16e-3, 0.8)}
     for setting in tokens_to_loss.settings("nano", args, runs):
+        if setting["flags"] in [run["flags"] for run in runs]:
+            continue
         rate, beta1 = best[setting["optimizer"]]
         distance = abs(math.log2(setting["rate"] / rate)) + abs(setting["beta1"] - beta1)
         runs.append(setting | {"loss": [2.0 + distance] if setting["rate"] < 32e-3 else []})
@@ -78,14 +81,19 @@ def test_the_last_settings_are_of_the_best_rate():
     assert search == [
         (name, beta1, rate) for name, some in rates.items() for beta1 in (0.9, 0.8) for rate in some
     ]
-    turns = [(run["optimizer"], (run["rate"], run["beta1"]), run["seed"]) for run in runs[20:29]]
-    names = ("AdamW", "Muon", "Muon")
-    assert turns == [(name, best[name], seed) for seed in tokens_to_loss.SEEDS for name in names]
-    flags = [run["flags"] for run in runs[20:]]
-    sizes = [(1200, 50, False), (1200, 50, True), (540, 22, True)]
-    long = [(8400, 350, False)] * 2 + [(8400, 350, True)] * 2
-    assert [(f["steps"], f["warmup-steps"], f["muon"]) for f in flags] == sizes * 3 + long
-    assert [run["rate"] for run in runs[29:]] == [1e-3, 5e-4, 16e-3, 8e-3]
+    # The second best has the other beta1.
+    second = {"AdamW": (1e-3, 0.8), "Muon": (16e-3, 0.9)}
+    finals = [(run["optimizer"], (run["rate"], run["beta1"]), run["seed"]) for run in runs[20:28]]
+    assert finals == [
+        (name, place[name], seed)
+        for seed in tokens_to_loss.SEEDS[1:]
+        for place in (best, second)
+        for name in best
+    ]
+    flags = [run["flags"] for run in runs[28:]]
+    sizes = [(540, 22, True)] * 3 + [(8400, 350, False)] * 2 + [(8400, 350, True)] * 2
+    assert [(f["steps"], f["warmup-steps"], f["muon"]) for f in flags] == sizes
+    assert [run["rate"] for run in runs[28:]] == [16e-3] * 3 + [1e-3, 5e-4, 16e-3, 8e-3]
 
 
 def test_long_runs_have_a_row_of_their_own():
@@ -109,18 +117,6 @@ def test_the_search_for_a_rate_ends():
     assert len(tried) == 8 and tried[-1]["rate"] == 512e-3
 
 
-def test_part_of_a_turn_comes_again(tmp_path, monkeypatch):
-    """Their seconds are compared, which a machine's speed may change in between."""
-    monkeypatch.setattr(tokens_to_loss.machine, "RESULTS", tmp_path)
-    sizes = {"corpus": "words", "steps": None, "eval_tokens": 1, "beta1": [0.9, 0.8]}
-    runs = results()["runs"][:9]  # of three seeds, each AdamW, Muon and Muon for fewer steps
-    for num_runs, kept in ((1, 1), (3, 3), (4, 3), (5, 3), (6, 6), (8, 6), (9, 9)):
-        content = results() | {"sizes": sizes, "runs": runs[:num_runs]}
-        (tmp_path / "tokens-words.json").write_text(json.dumps(content))
-        found, _ = tokens_to_loss.start(Namespace(steps=None, eval_tokens=1, resume=True), "words")
-        assert found["runs"] == runs[:kept]
-
-
 @pytest.mark.slow
 def test_the_quick_run_goes_on_and_is_shown(tmp_path, data_dir):
     quicker = ("benchmarks/tokens_to_loss.py", "24, 4096", "4, 512")
@@ -135,6 +131,6 @@ def test_the_quick_run_goes_on_and_is_shown(tmp_path, data_dir):
     path.write_text(json.dumps(content))
     done = benchmark(project, *quick, "--resume")
     again = json.loads(path.read_text())
-    assert len(again["runs"]) == 9 and again["runs"][:3] == content["runs"][:3]
-    assert again["runs"][6]["loss"] != again["runs"][3]["loss"]  # another seed
+    assert len(again["runs"]) == 9 and again["runs"][:4] == content["runs"]
+    assert again["runs"][5]["loss"] != again["runs"][3]["loss"]  # another seed
     assert tokens_to_loss.block({path.name: again}) in done.stdout
