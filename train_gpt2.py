@@ -366,6 +366,9 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     net = torch.compile(model, dynamic=False) if config.compile else model  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
         model.loss = torch.compile(model.loss, dynamic=False)  # by itself: see chunked_loss
+    if torch.__version__.startswith("2.5."):
+        # It fails to split code with recomputed blocks at DDP's buckets. Later versions do not.
+        torch._dynamo.config.optimize_ddp = not config.recompute
     # Gradients as views into DDP's buckets: no second copy of them in memory.
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 

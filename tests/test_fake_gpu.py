@@ -1,18 +1,23 @@
 """Tests train_gpt2.py on a GPU that can't compute (fake_gpu.py): what is else looked for by eye."""
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import memory
 import pytest
+import traffic
 from conftest import flags, questions, run
 from test_pretrained import copy_of_program
 
 CXX = shutil.which(memory.CXX)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CXX, reason="needs a C++ compiler")]
+NEEDS_TRITON = pytest.mark.skipif(not find_spec("triton"), reason="needs triton")
 STEPS, PASSES = 3, 12  # of a run, of a step
 FLAGS = ["", "--no-fused", "--fp16", "--no-bf16 --muon", "--bf16-residual --no-tf32", "--no-flash"]
 FLAGS += ["--loss-chunk-tokens=16", "--recompute --no-pad-vocab", "--dropout=0.1 --muon"]
+COMPILED = ["--compile --muon", "--compile --recompute --loss-chunk-tokens=8"]
+FLAGS += [pytest.param(line, marks=NEEDS_TRITON) for line in COMPILED]
 
 
 @pytest.fixture(scope="session")
@@ -114,6 +119,30 @@ def test_8_gb_train_124m_with_the_full_batch(stand_in, shards):
     line = ("--model=gpt2", f"--data-dir={shards}", "--steps=1", "--eval-tokens=8192")
     result = memory.on_gpu(stand_in, *line, *memory.LESS, "--sample-tokens=1", gib=6.5)
     assert result["code"] == 0 and "step 1/1" in result["stdout"], result["stderr"]
+
+
+@NEEDS_TRITON
+def test_8_gb_train_124m_compiled_with_the_full_batch(stand_in, shards):
+    """With the logits of all chunks in memory at once it took 12.7 GiB."""
+    result = memory.step(stand_in, shards, "gpt2", ("--compile", *memory.LESS), B=32, gib=6.5)
+    assert result["code"] == 0, result["stderr"]
+
+
+@NEEDS_TRITON
+def test_the_traffic_of_a_step_is_told_by_kind(stand_in, shards):
+    found = memory.step(stand_in, shards, "gpt2", ("--compile", "--n-layer=1"), B=2)
+    launches = found["launches"]
+    moved = {kind: 0 for kind in traffic.KINDS}
+    for name, num_bytes in launches:
+        moved[traffic.kind_of(name)] += num_bytes
+    assert all(moved.values()), moved
+    # Two passes of 2 x 1,024 tokens: the head multiplies three times, of logits in bfloat16.
+    logits, head = 2 * 1024 * 50304 * 2, 50304 * 768 * 2
+    products = [
+        num_bytes for name, num_bytes in launches if num_bytes > logits + head and "mm" in name
+    ]
+    assert len(products) == 6
+    assert f" {len(launches)} |" in traffic.table(launches)
 
 
 @pytest.mark.parametrize("more", ["", "--no-fused", "--fp16", "--recompute --loss-chunk-tokens=16"])

@@ -1,0 +1,80 @@
+"""Add up what a step of GPT-2 moves between an H100 and its memory, on a machine that has none.
+
+    python benchmarks/traffic.py                        # GPT-2 124M with the default flags
+    python benchmarks/traffic.py -- --bf16-residual     # flags of train_gpt2.py, behind --
+
+One pass forward and backward, compiled. Inductor generates its code for an H100, and says for each
+kernel how many bytes it reads and writes; no kernel runs (tests/fake_compiler.py). What a kernel
+finds in the cache counts as read. So the traffic is reckoned, not measured: it serves to compare.
+The optimizer's step, which is not compiled, is left out.
+
+Needs a C++ compiler and triton (pip install triton==3.7.1).
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import machine
+import memory
+
+KINDS = {  # of launches: the first one whose pattern is found in the kernel's name
+    "matrix products": r"^(add|b|badd)?b?mm$",
+    "attention": r"^_scaled_dot_product",
+    "loss": r"log_softmax|nll_loss",
+    "residual stream and layer norms": r"layer_norm",
+    "GELU, and bias gradients with it": r"gelu",
+    "joining the gradients of q, k and v": r"_cat_",
+    "other bias gradients": r"triton.*_sum_",
+    "casts": r"triton.*_to_copy",
+    "gradient norm and optimizer": r"^(?!triton)",
+    "the rest": r"",
+}
+
+
+def kind_of(name: str) -> str:
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))
+
+
+def table(launches: list[tuple[str, int]]) -> str:
+    """Return a row for each kind of launches in Markdown."""
+    counts = Counter()
+    num_bytes = Counter()
+    for name, size in launches:
+        for kind in (kind_of(name), "all"):
+            counts[kind] += 1
+            num_bytes[kind] += size
+    rows = []
+    for kind in [*KINDS, "all"]:
+        gigabytes = f"{num_bytes[kind] / 1e9:.1f}"
+        rows.append({"kernels": kind, "launches": str(counts[kind]), "GB": gigabytes})
+    return machine.markdown(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("flags", nargs="*", help="flags of train_gpt2.py, behind --")
+    parser.add_argument("--sequences", type=int, default=64, help="of 1,024 tokens in the pass")
+    args = parser.parse_args()
+    B = args.sequences
+    with TemporaryDirectory() as folder:
+        stand_in = memory.build(Path(folder))
+        data = memory.make_data(Path(folder))
+        line = ["--model=gpt2", f"--data-dir={data}", "--steps=2", "--eval-tokens=0", "--compile"]
+        line += [f"--micro-batch-size={B}", f"--batch-tokens={1024 * B}", "--num-samples=0"]
+        found = memory.on_gpu(stand_in, *line, *args.flags)
+    if found["code"]:
+        print(found["stderr"], file=sys.stderr)
+        return found["code"]
+    print(f"GPT-2 124M, {B} x 1,024 tokens {shlex.join(args.flags)}".rstrip() + ", reckoned:\n")
+    print(table(found["launches"]))
+    print(f"\nPeak memory of the run: {found['peak_mib'] / 1024:.1f} GiB, at {found['at_peak']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
