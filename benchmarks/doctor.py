@@ -57,8 +57,12 @@ def device_line(device: torch.device) -> str:
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         name = f"{torch.cuda.device_count()} x {gpu.name}, {gpu.total_memory / 2**30:,.0f} GiB"
+        if torch.version.hip:
+            return f"{name}, ROCm {torch.version.hip}: untested with train_gpt2.py; {processor}"
         capability = f"compute capability {gpu.major}.{gpu.minor}, driver {machine.driver()}"
         return f"{name}, {capability}; {processor}"
+    if torch.xpu.is_available():
+        return f"{device.type}; train_gpt2.py does not use Intel's GPUs: untested; {processor}"
     if not torch.version.cuda and shutil.which("nvidia-smi"):
         return f"{device.type}, an NVIDIA GPU, but this torch has no CUDA: pytorch.org; {processor}"
     return f"{device.type}, no NVIDIA GPU; {processor}"

@@ -84,7 +84,7 @@ def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
 
 def chosen(run: dict) -> dict:
     """Return what the search chooses of a run, and for which network and optimizer."""
-    return {key: run[key] for key in ("network", "optimizer", "rate", "beta1")}
+    return {key: run[key] for key in ("network", "optimizer", "rate", "end", "beta1")}
 
 
 def winner(runs: list[dict], network: str, optimizer: str) -> dict:
@@ -112,7 +112,8 @@ def setting(args: Namespace, run: dict) -> dict:
 
 def runs_of(runs: list[dict], wanted: dict) -> list[dict]:
     """Return the runs that have these values."""
-    return [run for run in runs if all(run[key] == value for key, value in wanted.items())]
+    known = [{"beta1": 0.9} | run for run in runs]  # older results have no beta1
+    return [run for run in known if all(run[key] == value for key, value in wanted.items())]
 
 
 def next_rate(tried: list[dict]) -> float | None:

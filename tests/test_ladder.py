@@ -10,11 +10,14 @@ import time
 from importlib import import_module
 from inspect import getsource
 from pathlib import Path
+from types import SimpleNamespace
 
+import doctor
 import ladder
 import ladder_report
 import machine
 import pytest
+import torch
 
 import train_gpt2
 
@@ -308,6 +311,16 @@ def test_the_doctor_says_ten_lines(tmp_path, monkeypatch):
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 10 and not done.stderr
     assert lines[-1].startswith("flags:      --model nano --no-tf32")
+
+
+def test_the_doctor_says_that_other_makers_gpus_are_untested(monkeypatch):
+    gpu = SimpleNamespace(name="AMD Instinct MI300X", total_memory=192 * 2**30, major=9, minor=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    line = doctor.device_line(torch.device("cuda"))
+    assert "MI300X, 192 GiB, ROCm 6.4: untested" in line and "compute capability" not in line
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    assert "Intel's GPUs: untested" in doctor.device_line(torch.device("cpu"))
 
 
 def test_a_ladder_that_begins_with_everything_on_is_drawn_without_the_lectures(tmp_path):
