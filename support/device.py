@@ -133,10 +133,11 @@ def set_allocator(keep_freed: bool):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the memory was too small. PyTorch has a class for some of it; its allocators
-    for CPUs and Macs, cuBLAS, CUDA and NCCL only have words."""
+    for CPUs and Macs, cuBLAS, cuDNN, CUDA and NCCL only have words."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    pattern = "(?i)out of memory|ALLOC_FAILED|t allocate memory|not enough memory|buffer size"
+    pattern = "(?i)out of memory|ALLOC(ATION)?_FAILED|Failed to CUDA [cm]alloc|buffer size"
+    pattern += "|t allocate memory|not enough memory"
     return isinstance(error, RuntimeError) and bool(re.search(pattern, str(error)))
 
 

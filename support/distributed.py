@@ -127,6 +127,8 @@ def process_group(world: World) -> Iterator[None]:
     """Connect the ranks. Raise UserError if they can't find each other."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+        if world.size > 1 and not dist.is_nccl_available():  # as on Windows
+            raise UserError("several GPUs need NCCL, which this torch lacks: use one, or Linux")
     if world.size > 1:
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         # Longer than the watchdog waits, so that it is the one to end a hang: it shows the stacks.

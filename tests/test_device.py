@@ -94,6 +94,8 @@ NO_MEMORY = [
     "DefaultCPUAllocator: can't allocate memory: you tried to",
     "DefaultCPUAllocator: not enough memory: you tried to allocate",
     "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'",
+    "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 4 bytes",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 ]
 OTHERS = ["CUDA error: no kernel image is available for execution", "The NVIDIA driver is too old"]
 

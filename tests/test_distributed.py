@@ -78,6 +78,15 @@ def test_the_group_of_ranks_waits_longer_than_the_watchdog(monkeypatch):
         assert timeouts[0] > errors.TIMEOUT_S
 
 
+def test_several_gpus_without_nccl_are_refused(monkeypatch):
+    """As on Windows. torch's own error would be a traceback."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(distributed.dist, "is_nccl_available", lambda: False)
+    group = distributed.process_group(World(0, 2, torch.device("cuda", 0)))
+    with pytest.raises(errors.UserError, match="use one, or Linux"), group:
+        pass
+
+
 def fail():
     raise NoGoodCheckpoint("none is good")
 
