@@ -1,4 +1,4 @@
-"""Measure how many tokens and seconds Muon takes to the loss that AdamW ends with.
+"""Measure how many tokens Muon takes to the loss that AdamW ends with.
 
     python benchmarks/tokens_to_loss.py                        # three networks: hours on two cores
     python benchmarks/tokens_to_loss.py --only nano
@@ -12,7 +12,7 @@ lowest last validation loss are run with two more seeds, since what is best with
 with another, and the one with the lower mean is taken. With each seed Muon also runs for 0.45 of
 the steps, planned so from the start. Where one of Muon's two curves first falls below AdamW's last
 loss with the same seed is interpolated between two validations. Last, nano runs with both for 20
-tokens per parameter, at the best rate and at half of it.
+tokens per parameter, at the best rate and at half of it, and with Muon for 0.7 of that.
 
 Results go to benchmarks/results/tokens-*.json after each run; a table is printed at the end.
 """
@@ -47,11 +47,13 @@ END = 0.1  # of the cosine, as a share of the peak; an end at zero was worse in 
 SEEDS = (1337, 1338, 1339)
 SHORT = 0.45  # of the steps, in Muon's second run of a seed
 LONG = {"nano": 7}  # times the steps: 20 tokens per parameter
+LONG_SHORT = 0.7  # of them, in Muon's second run
 KINDS = {  # of runs at the best rate: optimizer and length
     "AdamW": ("AdamW", 1),
     "Muon": ("Muon", 1),
     f"Muon, {SHORT} of the tokens": ("Muon", SHORT),
 }
+COLORS = ("#d9622b", "#1f6feb", "#85b4f7")
 DIVERGED = 4  # train_gpt2.py's exit code for a loss that is not finite
 
 # ---- Runs
@@ -69,9 +71,8 @@ def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
             while not args.quick and (rate := next_rate(runs_of(runs, same))):
                 yield setting(args, same | {"rate": rate})
         finalists[optimizer] = sorted(runs_of(runs, first), key=last_loss)[:2]
-    # In alternation, since the seconds of a step are compared.
     for seed in SEEDS:
-        for run in chain(*zip(*finalists.values(), strict=True)):
+        for run in chain(*finalists.values()):
             yield setting(args, chosen(run) | {"seed": seed, "length": 1})
     for seed in SEEDS:
         yield setting(args, winner(runs, name, "Muon") | {"seed": seed, "length": SHORT})
@@ -80,6 +81,13 @@ def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
             best = winner(runs, name, optimizer) | {"seed": SEEDS[0], "length": LONG[name]}
             for rate in (best["rate"], best["rate"] / 2):
                 yield setting(args, best | {"rate": rate})
+        long = {"network": name, "optimizer": "Muon", "length": LONG[name]}
+        run = min(runs_of(runs, long), key=last_loss)
+        yield setting(args, chosen(run) | {"seed": run["seed"], "length": long_short(name)})
+
+
+def long_short(name: str) -> float:
+    return round(LONG[name] * LONG_SHORT, 2)
 
 
 def chosen(run: dict) -> dict:
@@ -131,7 +139,7 @@ def last_loss(run: dict) -> float:
 
 
 def train(setting: dict) -> dict:
-    """Return a run with its losses and seconds at each validation; without any if it diverged."""
+    """Return a run with its losses at each validation; without any if it diverged."""
     words = [f"--{name}={value}" for name, value in setting["flags"].items()]
     with TemporaryDirectory() as folder:
         words += ["--save-every=0", "--num-samples=0", f"--out-dir={folder}/run"]
@@ -147,7 +155,6 @@ def train(setting: dict) -> dict:
         steps, losses = steps[:0], losses[:0]
     result = setting | {"step": steps.astype(int).tolist(), "loss": losses.tolist()}
     result["bits_per_byte"] = run.series("bits_per_byte")[1].tolist()
-    result["seconds"] = run.seconds(steps).round(3).tolist()
     result["tokens_per_step"] = run.flags["batch_tokens"]
     return result | {"environment": machine.environment(environment)}
 
@@ -176,21 +183,13 @@ def reached(run: dict, loss: float) -> float:
     return run["step"][a] + share * (run["step"][b] - run["step"][a])
 
 
-def shares(runs: list[dict], name: str) -> dict[str, list[float]]:
-    """Return Muon's tokens and seconds to AdamW's last loss, as shares of AdamW's, by seed."""
-    found = {"tokens": [], "seconds": []}
+def shares(runs: list[dict], name: str) -> list[float]:
+    """Return Muon's tokens to AdamW's last loss, as shares of AdamW's, by seed."""
+    found = []
     for adamw, muon, short in zip(*best_by_seed(runs, name).values(), strict=True):
         step = min(reached(muon, last_loss(adamw)), reached(short, last_loss(adamw)))
-        share = step / adamw["step"][-1]
-        found["tokens"].append(share)
-        # Of a step, in two runs that came one after the other. In the first seed's they did not.
-        if adamw["seed"] != SEEDS[0]:
-            found["seconds"].append(share * step_seconds(muon) / step_seconds(adamw))
+        found.append(step / adamw["step"][-1])
     return found
-
-
-def step_seconds(run: dict) -> float:
-    return run["seconds"][-1] / run["step"][-1]
 
 
 def spread(values: list[float]) -> str:
@@ -203,23 +202,25 @@ def rows(content: dict) -> list[dict]:
     table = []
     for name in content["done"]:
         best = best_by_seed(content["runs"], name)
-        found = shares(content["runs"], name)
         row = what_was_trained(best["AdamW"][0]) | last_losses(best)
-        row |= {"its tokens": spread(found["tokens"]), "its time": spread(found["seconds"])}
+        row["its tokens"] = spread(shares(content["runs"], name))
         table.append(row | settings_of(best))
-        wanted = {"network": name, "length": LONG.get(name)}
-        if any(run["loss"] for run in runs_of(content["runs"], wanted)):
-            best = {
-                optimizer: [
-                    min(runs_of(content["runs"], wanted | {"optimizer": optimizer}), key=last_loss)
-                ]
-                for optimizer in RATES
-            }
-            adamw, muon = best["AdamW"][0], best["Muon"][0]
-            row = what_was_trained(adamw) | last_losses(best)
-            row["its tokens"] = f"{reached(muon, last_loss(adamw)) / adamw['step'][-1]:.2f}"
-            table.append(row | settings_of(best))
+        if name in LONG and runs_of(content["runs"], {"network": name, "length": LONG[name]}):
+            table.append(long_row(content["runs"], name))
     return table
+
+
+def long_row(runs: list[dict], name: str) -> dict[str, str]:
+    """Return the row on the runs with 20 tokens per parameter, of one seed."""
+    best = {}
+    for optimizer in RATES:
+        wanted = {"network": name, "optimizer": optimizer, "length": LONG[name]}
+        best[optimizer] = [min(runs_of(runs, wanted), key=last_loss)]
+    adamw = best["AdamW"][0]
+    wanted = chosen(best["Muon"][0]) | {"length": long_short(name)}
+    step = min(reached(run, last_loss(adamw)) for run in best["Muon"] + runs_of(runs, wanted))
+    row = what_was_trained(adamw) | last_losses(best)
+    return row | {"its tokens": f"{step / adamw['step'][-1]:.2f}"} | settings_of(best)
 
 
 def what_was_trained(run: dict) -> dict[str, str]:
@@ -264,6 +265,42 @@ def block(contents: dict[str, dict]) -> str:
     return "\n\n".join(parts)
 
 
+def draw(content: dict, path: Path):
+    """Draw the losses of nano by tokens: three seeds, and the runs with 20 tokens per parameter."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
+        return
+    runs = content["runs"]
+    panels = {SEEDS: KINDS}
+    if runs_of(runs, {"network": "nano", "length": LONG["nano"]}):
+        kinds = [("AdamW", LONG["nano"]), ("Muon", LONG["nano"]), ("Muon", long_short("nano"))]
+        names = ("AdamW", "Muon", f"Muon, {LONG_SHORT} of the tokens")
+        panels[SEEDS[:1]] = dict(zip(names, kinds, strict=True))
+    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (seeds, kinds) in zip(all_axes, panels.items(), strict=True):
+        for (kind, (optimizer, length)), color in zip(kinds.items(), COLORS, strict=True):
+            settings = winner(runs, "nano", optimizer) | {"length": length}
+            for seed in seeds:
+                [run] = runs_of(runs, settings | {"seed": seed})
+                tokens = [step * run["tokens_per_step"] / 1e6 for step in run["step"]]
+                label = kind if seed == seeds[0] else None
+                axes.plot(tokens, run[unit_of(run)], color=color, linewidth=1.5, label=label)
+                if optimizer == "AdamW" and seed == seeds[0]:
+                    end = run[unit_of(run)][-1]
+                    axes.axhline(end, color="#9aa3b2", linestyle="--", linewidth=1, zorder=0)
+                    per_parameter = tokens[-1] * 1e6 / PARAMETERS["nano"]
+                    axes.set(ylim=(0.9 * end, 2 * end), xlim=(0, tokens[-1]))
+        axes.set_title(f"nano, {per_parameter:.2g} tokens per parameter")
+        axes.set(xlabel="million tokens", ylabel=unit_of(run).replace("_", " ") + " of validation")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend()
+    figure.savefig(path, dpi=200)
+
+
 # ---- The program
 
 
@@ -297,6 +334,8 @@ def measure(args: Namespace, corpus: str):
             print(f"{name}, {run['optimizer']}, {run['flags']}: {last_loss(run):.4f}", flush=True)
         content["done"] = [*dict.fromkeys([*content["done"], name])]
         machine.save(path, content)
+    if "nano" in content["done"]:
+        draw(content, path.with_suffix(".png"))
     print(block({path.name: content}))
 
 

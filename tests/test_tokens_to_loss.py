@@ -9,15 +9,12 @@ import pytest
 import tokens_to_loss
 from test_ladder import benchmark, copy_of_project
 
-SECONDS = {"AdamW": 1.0, "Muon": 1.5}  # of a step
-
 
 def made(optimizer: str, losses: dict[int, float], seed=1337, rate=4e-3, length=1) -> dict:
     """A run of nano with these losses by step."""
     own = {"network": "nano", "optimizer": optimizer, "seed": seed, "rate": rate, "end": 0.1}
     own |= {"length": length, "beta1": 0.9}
-    seconds = [SECONDS[optimizer] * step for step in losses]
-    curve = {"step": [*losses], "loss": [*losses.values()], "seconds": seconds}
+    curve = {"step": [*losses], "loss": [*losses.values()]}
     return own | curve | {"tokens_per_step": 2048}
 
 
@@ -28,8 +25,8 @@ def test_a_loss_is_reached_between_two_validations():
 
 
 def results() -> dict:
-    """AdamW ends at 2.0 after 20 steps; Muon is there after 10, which last as long as 15, or, where
-    it plans for fewer, after 8."""
+    """AdamW ends at 2.0 after 20 steps; Muon is there after 10, or, where it plans for fewer, after
+    8."""
     runs = []
     for seed in tokens_to_loss.SEEDS:
         runs.append(made("AdamW", {0: 6.0, 20: 2.0}, seed))
@@ -45,17 +42,17 @@ def results() -> dict:
 
 def test_shares_are_of_the_best_settings_seed_by_seed():
     found = tokens_to_loss.shares(results()["runs"], "nano")
-    assert found == {"tokens": [0.4] * 3, "seconds": [pytest.approx(0.6)] * 2}
+    assert found == [0.4] * 3
     for run in (runs := results()["runs"]):
         if run["length"] < 1:
             run["loss"] = [6.0, 3.0, 2.5]  # never there
     found = tokens_to_loss.shares(runs, "nano")
-    assert found == {"tokens": [0.5] * 3, "seconds": [0.75] * 2}
+    assert found == [0.5] * 3
 
 
 def test_the_table_has_a_row_for_each_network_that_is_done():
     [row] = tokens_to_loss.rows(results())
-    assert len(row) <= 9 and row["network"] == "nano, 0.0M tokens, loss"
+    assert len(row) <= 8 and row["network"] == "nano, 0.0M tokens, loss"
     assert row["its tokens"] == "0.40 (0.40, 0.40)"
     losses = [row["AdamW"], row["Muon"], row["Muon, 0.45 of the tokens"]]
     assert losses == ["2.000", "1.000", "1.500"]
@@ -87,13 +84,14 @@ def test_the_last_settings_are_of_the_best_rate():
     assert finals == [
         (name, place[name], seed)
         for seed in tokens_to_loss.SEEDS[1:]
-        for place in (best, second)
         for name in best
+        for place in (best, second)
     ]
     flags = [run["flags"] for run in runs[28:]]
     sizes = [(540, 22, True)] * 3 + [(8400, 350, False)] * 2 + [(8400, 350, True)] * 2
+    sizes += [(5880, 245, True)]
     assert [(f["steps"], f["warmup-steps"], f["muon"]) for f in flags] == sizes
-    assert [run["rate"] for run in runs[28:]] == [16e-3] * 3 + [1e-3, 5e-4, 16e-3, 8e-3]
+    assert [run["rate"] for run in runs[28:]] == [16e-3] * 3 + [1e-3, 5e-4, 16e-3, 8e-3, 16e-3]
 
 
 def test_long_runs_have_a_row_of_their_own():
@@ -103,9 +101,13 @@ def test_long_runs_have_a_row_of_their_own():
         made("AdamW", {0: 6.0, 140: 1.5}, length=length),
         made("AdamW", {0: 6.0, 140: 1.6}, length=length, rate=8e-3),
         made("Muon", {0: 6.0, 70: 1.5, 140: 1.2}, length=length),
+        made("Muon", {0: 6.0, 56: 1.5, 98: 1.3}, length=tokens_to_loss.long_short("nano")),
+        made(
+            "Muon", {0: 6.0, 28: 1.5, 98: 1.3}, length=tokens_to_loss.long_short("nano"), rate=8e-3
+        ),
     ]
     first, second = tokens_to_loss.rows(content)
-    assert (second["AdamW"], second["Muon"], second["its tokens"]) == ("1.500", "1.200", "0.50")
+    assert (second["AdamW"], second["Muon"], second["its tokens"]) == ("1.500", "1.200", "0.40")
     assert first["its tokens"] == "0.40 (0.40, 0.40)" and second["AdamW's rate"].startswith("0.004")
 
 
