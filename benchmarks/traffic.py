@@ -3,10 +3,10 @@
     python benchmarks/traffic.py                        # GPT-2 124M with the default flags
     python benchmarks/traffic.py -- --bf16-residual     # flags of train_gpt2.py, behind --
 
-One pass forward and backward, compiled. Inductor generates its code for an H100, and says for each
-kernel how many bytes it reads and writes; no kernel runs (tests/fake_compiler.py). What a kernel
-finds in the cache counts as read. So the traffic is reckoned, not measured: it serves to compare.
-The optimizer's step, which is not compiled, is left out.
+A step of one pass, compiled. Inductor generates its code for an H100, and says for each kernel how
+many bytes it reads and writes; no kernel runs (tests/fake_compiler.py). What a kernel finds in the
+cache counts as read. So the traffic is reckoned, not measured: it serves to compare. The gradient's
+norm and the optimizer are not compiled: on a GPU they are fewer launches, of many tensors each.
 
 Needs a C++ compiler and triton (pip install triton==3.7.1).
 """
@@ -16,6 +16,7 @@ import re
 import shlex
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -60,6 +61,9 @@ def main() -> int:
     parser.add_argument("flags", nargs="*", help="flags of train_gpt2.py, behind --")
     parser.add_argument("--sequences", type=int, default=64, help="of 1,024 tokens in the pass")
     args = parser.parse_args()
+    if not find_spec("triton"):
+        print("traffic.py: error: needs triton: pip install triton==3.7.1", file=sys.stderr)
+        return 2
     B = args.sequences
     with TemporaryDirectory() as folder:
         stand_in = memory.build(Path(folder))
