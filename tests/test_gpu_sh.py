@@ -14,6 +14,7 @@ import pytest
 import resume
 import sizes
 import tables
+import traffic
 from conftest import NEEDS_POSIX
 from test_ladder import REPO, copy_of_project
 
@@ -64,6 +65,13 @@ def test_a_table_goes_between_its_comments():
     new = tables.put(page, "sizes", lambda contents: f"of {len(contents)} files", {"x": {}})
     assert new == "a\n<!-- sizes -->\n\nof 1 files\n\n<!-- end of sizes -->\nb"
     assert tables.put(page, "sizes", len, {}) == page  # no results: as it was
+
+
+def test_without_triton_the_traffic_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["traffic.py"])
+    monkeypatch.setattr(traffic, "find_spec", lambda _: None)
+    assert traffic.main() == 2
+    assert "pip install triton" in capsys.readouterr().err
 
 
 def test_a_size_that_does_not_fit_says_why():
