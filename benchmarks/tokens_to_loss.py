@@ -292,7 +292,7 @@ def draw(content: dict, path: Path):
                     end = run[unit_of(run)][-1]
                     axes.axhline(end, color="#9aa3b2", linestyle="--", linewidth=1, zorder=0)
                     per_parameter = tokens[-1] * 1e6 / PARAMETERS["nano"]
-                    axes.set(ylim=(0.9 * end, 2 * end), xlim=(0, tokens[-1]))
+                    axes.set(ylim=(0.65 * end, 2 * end), xlim=(0, tokens[-1]))
         axes.set_title(f"nano, {per_parameter:.2g} tokens per parameter")
         axes.set(xlabel="million tokens", ylabel=unit_of(run).replace("_", " ") + " of validation")
         axes.grid(alpha=0.3)
