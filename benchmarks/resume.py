@@ -32,9 +32,11 @@ def command(folder: Path, flags: list[str]) -> list[str]:
 
 def losses(folder: Path) -> dict[int, float]:
     """Return the loss of each step; of one that was made twice, the second."""
+    path = folder / "log.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     found = {}
-    if (folder / "log.jsonl").exists():
-        for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):  # the last one may be half written
             record = json.loads(line)
             if "loss" in record:
                 found[record["step"]] = record["loss"]

@@ -74,6 +74,12 @@ def test_without_triton_the_traffic_is_refused_in_one_line(monkeypatch, capsys):
     assert "pip install triton" in capsys.readouterr().err
 
 
+def test_a_log_is_read_while_it_is_written(tmp_path):
+    assert resume.losses(tmp_path) == {}
+    (tmp_path / "log.jsonl").write_text('{"a": 1}\n{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    assert resume.losses(tmp_path) == {1: 2.5}
+
+
 def test_a_size_that_does_not_fit_says_why():
     fits = {"model": "gpt2", "flags": [], "micro_batch_size": 64, "tokens_per_s": 1e6}
     fits |= {"matmul_share": 0.5, "mfu": 0.0, "peak_mib": 2048.0}
