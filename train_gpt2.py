@@ -359,15 +359,15 @@ def set_backends(config: TrainConfig, on: torch.device):
 
 
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """Return the same parameters behind torch.compile and DDP. model itself stays plain. It is what
-    is saved, loaded and sampled: so no checkpoint has `_orig_mod.` or `module.` in its names, and
-    odd shapes do not compile anew."""
+    """Return the same parameters behind torch.compile and DDP. model itself stays plain, except for
+    its loss in chunks. It is what is saved, loaded and sampled: so no checkpoint has `_orig_mod.`
+    or `module.` in its names, and odd shapes do not compile anew."""
     # Every training batch has one shape, so nothing is gained by code for all shapes.
     net = torch.compile(model, dynamic=False) if config.compile else model  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
         model.loss = torch.compile(model.loss, dynamic=False)  # by itself: see chunked_loss
     if torch.__version__.startswith("2.5."):
-        # It fails to split code with recomputed blocks at DDP's buckets. Later versions do not.
+        # Its Dynamo can't split a graph with recomputed blocks at DDP's buckets. That of 2.6 can.
         torch._dynamo.config.optimize_ddp = not config.recompute
     # Gradients as views into DDP's buckets: no second copy of them in memory.
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net

@@ -13,9 +13,9 @@
 #   BUILD_NANOGPT=... NANOGPT=... LLM_C=... benchmarks/gpu.sh
 #   TINY=1 benchmarks/gpu.sh               # nano's sizes, to try it without a GPU: three minutes
 #
-# A part that was cut off continues where it was, but for parts 1 and 3, which begin again. Results
-# go to benchmarks/results after each run, and into the tables of benchmarks/README.md; what was
-# printed goes to out/gpu. All are copied to $OUT if it is set.
+# A part that was cut off continues where it was, but for parts 1, 3 and 4, which begin again.
+# Results go to benchmarks/results after each run, and into the tables of benchmarks/README.md; what
+# was printed goes to out/gpu. All are copied to $OUT if it is set.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python} here=out/gpu parts="1 2 3 4 5 6 7"

@@ -100,15 +100,13 @@ def block(contents: dict[str, dict]) -> str:
     return "\n\n".join(parts)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("flags", nargs="*", help="flags of train_gpt2.py, behind --")
-    args = parser.parse_args()
+def measure(flags: list[str]) -> int:
+    """Compare, save and print; return 1 if bits differ that must be the same."""
     content = {"runs": []}
     path = None
     failed = False
     for more in ([], ["--deterministic"]):
-        run = compare([*args.flags, *more])
+        run = compare([*flags, *more])
         content["runs"].append(run)
         if not path:
             name = run["environment"]["device_name"]
@@ -118,6 +116,17 @@ def main() -> int:
         failed |= must_be_same and not (run["same_weights"] and run["same_losses"])
     print(block({path.name: content}))
     return int(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("flags", nargs="*", help="flags of train_gpt2.py, behind --")
+    args = parser.parse_args()
+    try:
+        return measure(args.flags)
+    except (OSError, ValueError) as error:
+        print(f"resume.py: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

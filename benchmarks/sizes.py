@@ -81,14 +81,8 @@ def start(args: Namespace) -> tuple[dict, Path | None]:
     return {"settings": settings, "runs": []}, None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--only", nargs="+", choices=[*MODELS, "nano"], default=MODELS)
-    add("--steps", type=int, default=4, help=f"timed ones, after {machine.WARM_UP} others")
-    add("--batch-tokens", type=int, help="of a step (default: each model's own)")
-    add("--resume", action="store_true", help="continue the newest results")
-    args = parser.parse_args()
+def measure(args: Namespace) -> int:
+    """Train what is not measured yet; print the table."""
     content, path = start(args)
     for model in args.only:
         for flags in ((), LESS):
@@ -111,6 +105,21 @@ def main() -> int:
         return 2
     print(block({path.name: content}))
     return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=[*MODELS, "nano"], default=MODELS)
+    add("--steps", type=int, default=4, help=f"timed ones, after {machine.WARM_UP} others")
+    add("--batch-tokens", type=int, help="of a step (default: each model's own)")
+    add("--resume", action="store_true", help="continue the newest results")
+    args = parser.parse_args()
+    try:
+        return measure(args)
+    except (OSError, ValueError) as error:
+        print(f"sizes.py: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ END = 0.1  # of the cosine, as a share of the peak; an end at zero was worse in 
 SEEDS = (1337, 1338, 1339)
 SHORT = 0.45  # of the steps, in Muon's second run of a seed
 LONG = {"nano": 7}  # times the steps: 20 tokens per parameter
-LONG_SHORT = 0.7  # of them, in Muon's second run
+LONG_SHARE = 0.7  # of them, in Muon's second run
 KINDS = {  # of runs at the best rate: optimizer and length
     "AdamW": ("AdamW", 1),
     "Muon": ("Muon", 1),
@@ -83,11 +83,12 @@ def settings(name: str, args: Namespace, runs: list[dict]) -> Iterator[dict]:
                 yield setting(args, best | {"rate": rate})
         long = {"network": name, "optimizer": "Muon", "length": LONG[name]}
         run = min(runs_of(runs, long), key=last_loss)
-        yield setting(args, chosen(run) | {"seed": run["seed"], "length": long_short(name)})
+        yield setting(args, chosen(run) | {"seed": run["seed"], "length": second_length(name)})
 
 
-def long_short(name: str) -> float:
-    return round(LONG[name] * LONG_SHORT, 2)
+def second_length(name: str) -> float:
+    """Return the length of Muon's second run with 20 tokens per parameter."""
+    return round(LONG[name] * LONG_SHARE, 2)
 
 
 def chosen(run: dict) -> dict:
@@ -217,7 +218,7 @@ def long_row(runs: list[dict], name: str) -> dict[str, str]:
         wanted = {"network": name, "optimizer": optimizer, "length": LONG[name]}
         best[optimizer] = [min(runs_of(runs, wanted), key=last_loss)]
     adamw = best["AdamW"][0]
-    wanted = chosen(best["Muon"][0]) | {"length": long_short(name)}
+    wanted = chosen(best["Muon"][0]) | {"length": second_length(name)}
     step = min(reached(run, last_loss(adamw)) for run in best["Muon"] + runs_of(runs, wanted))
     row = what_was_trained(adamw) | last_losses(best)
     return row | {"its tokens": f"{step / adamw['step'][-1]:.2f}"} | settings_of(best)
@@ -275,8 +276,8 @@ def draw(content: dict, path: Path):
     runs = content["runs"]
     panels = {SEEDS: KINDS}
     if runs_of(runs, {"network": "nano", "length": LONG["nano"]}):
-        kinds = [("AdamW", LONG["nano"]), ("Muon", LONG["nano"]), ("Muon", long_short("nano"))]
-        names = ("AdamW", "Muon", f"Muon, {LONG_SHORT} of the tokens")
+        kinds = [("AdamW", LONG["nano"]), ("Muon", LONG["nano"]), ("Muon", second_length("nano"))]
+        names = ("AdamW", "Muon", f"Muon, {LONG_SHARE} of the tokens")
         panels[SEEDS[:1]] = dict(zip(names, kinds, strict=True))
     figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]

@@ -128,7 +128,7 @@ def process_group(world: World) -> Iterator[None]:
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
         if world.size > 1 and not dist.is_nccl_available():  # as on Windows
-            raise UserError("several GPUs need NCCL, which this torch lacks: use one, or Linux")
+            raise UserError("several GPUs need NCCL, which this torch lacks: use one GPU, or Linux")
     if world.size > 1:
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         # Longer than the watchdog waits, so that it is the one to end a hang: it shows the stacks.

@@ -83,7 +83,7 @@ def test_several_gpus_without_nccl_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(distributed.dist, "is_nccl_available", lambda: False)
     group = distributed.process_group(World(0, 2, torch.device("cuda", 0)))
-    with pytest.raises(errors.UserError, match="use one, or Linux"), group:
+    with pytest.raises(errors.UserError, match="use one GPU, or Linux"), group:
         pass
 
 

@@ -101,9 +101,12 @@ def test_long_runs_have_a_row_of_their_own():
         made("AdamW", {0: 6.0, 140: 1.5}, length=length),
         made("AdamW", {0: 6.0, 140: 1.6}, length=length, rate=8e-3),
         made("Muon", {0: 6.0, 70: 1.5, 140: 1.2}, length=length),
-        made("Muon", {0: 6.0, 56: 1.5, 98: 1.3}, length=tokens_to_loss.long_short("nano")),
+        made("Muon", {0: 6.0, 56: 1.5, 98: 1.3}, length=tokens_to_loss.second_length("nano")),
         made(
-            "Muon", {0: 6.0, 28: 1.5, 98: 1.3}, length=tokens_to_loss.long_short("nano"), rate=8e-3
+            "Muon",
+            {0: 6.0, 28: 1.5, 98: 1.3},
+            length=tokens_to_loss.second_length("nano"),
+            rate=8e-3,
         ),
     ]
     first, second = tokens_to_loss.rows(content)
