@@ -3,6 +3,7 @@
     python benchmarks/peers.py --build-nanogpt DIR --nanogpt DIR --llm-c DIR
     python benchmarks/peers.py --nanogpt DIR --small
     python benchmarks/peers.py --llm-c DIR --micro-batch-size 32 --rounds 2 --flags=--no-bf16
+    python benchmarks/peers.py --llm-c DIR --resume    # continue an interrupted comparison
 
 DIR is a clone of https://github.com/karpathy/NAME; any of the three may be left out. Copies of
 their own scripts run; what they have no flag for is changed in the copy. HellaSwag, which
@@ -15,7 +16,7 @@ reversed each round, because a machine's speed drifts. A step is timed from its 
 next one's, by the clock of this program, so it is the same for all. Peak memory is what PyTorch
 allocated on the GPU; on a CPU it is the process's. benchmarks/README.md lists what is not equal.
 
-For Linux and macOS. Results go to benchmarks/results/peers-*.json after each run of a round.
+For Linux and macOS. Results go to benchmarks/results/peers-*.json after each run.
 """
 
 import argparse
@@ -234,33 +235,69 @@ def step_ms(run: dict) -> float:
 # ---- All runs
 
 
-def compare(setting: Setting, names: list[str], num_rounds: int, content: dict) -> Path:
-    """Fill content with the trials of each program and the rounds; return where it is saved."""
+def start(setting: Setting, commits: dict[str, str], resume: bool) -> tuple[dict, Path | None]:
+    """Return new results, or to resume, the newest unfinished ones of the same setting and commits;
+    and their file, if there is one."""
     model = "small" if setting.is_small else "gpt2"
-    trials, rounds, is_compiled = {}, [], {}
-    result = {name: value for name, value in vars(setting).items() if name != "work"}
-    content["results"] = {model: result | {"trials": trials, "rounds": rounds}}
-    for name in names:
-        is_compiled[name] = True
-        if setting.device == "cpu":
-            trials[name] = [run(name, setting, compiled) for compiled in (True, False)]
-            is_compiled[name] = step_ms(trials[name][0]) < step_ms(trials[name][1])
-    for number in range(num_rounds):
-        rounds.append({})
-        for name in names if number % 2 == 0 else reversed(names):
-            done = run(name, setting, is_compiled[name])
-            if "why" in done:
-                raise ValueError(f"{label(name, done)}: {done['why']}")
-            rounds[-1][name] = done
-            if "environment" not in content:
-                log = (setting.work / OURS / "out/log.jsonl").read_text(encoding="utf-8")
-                logged = json.loads(log.split("\n")[0])["environment"]
-                content["environment"] = machine.environment(logged)
-            path = machine.results_path("peers", content["environment"]["device_name"], model)
-            machine.save(path, content)
-    content["results"][model]["summary"] = summarize(rounds, setting.batch_tokens)
+    what = {name: value for name, value in vars(setting).items() if name != "work"}
+    paths = machine.RESULTS.glob("peers-*.json") if resume else []
+    for path in sorted(paths, key=os.path.getmtime, reverse=True):
+        content = machine.load(path)
+        result = content["results"].get(model, {})
+        is_same = what.items() <= result.items() and content["commits"] == commits
+        if is_same and "summary" not in result:
+            return content, path
+    content = {"date": str(date.today()), "left_out": WARM_UP, "commits": commits}
+    content["results"] = {model: what | {"trials": {}, "rounds": []}}
+    return content, None
+
+
+def save(setting: Setting, content: dict, path: Path | None) -> Path | None:
+    """Write the results, and return their file, which is new if there is no path. Raise ValueError
+    if the machine or this program is another one than before."""
+    log = setting.work / OURS / "out/log.jsonl"
+    if log.exists():  # in this process it may not have been our turn yet
+        logged = json.loads(log.read_text(encoding="utf-8").split("\n")[0])["environment"]
+        now = machine.environment(logged)
+        keys = ("device_name", "driver", "torch", "commit", "changed")
+        machine.check_same(content.setdefault("environment", now), now, *keys)
+    if "environment" not in content:
+        return None  # our first run failed, and so the device has no name yet
+    if not path:
+        [model] = content["results"]
+        path = machine.results_path("peers", content["environment"]["device_name"], model)
+        path = machine.unused_path(path)
     machine.save(path, content)
     return path
+
+
+def compare(
+    setting: Setting, names: list[str], num_rounds: int, content: dict, path: Path | None
+) -> Path:
+    """Fill content with what it lacks of each program's trials and of the rounds; return its
+    file. The first name is ours."""
+    [result] = content["results"].values()
+    trials, rounds = result["trials"], result["rounds"]
+    for name in names:
+        if setting.device == "cpu" and name not in trials:
+            trials[name] = [run(name, setting, compiled) for compiled in (True, False)]
+            path = save(setting, content, path)
+    for number in range(num_rounds):
+        if number == len(rounds):
+            rounds.append({})
+        for name in names if number % 2 == 0 else reversed(names):
+            if name in rounds[number]:
+                continue
+            is_compiled = True
+            if name in trials:
+                is_compiled = step_ms(trials[name][0]) < step_ms(trials[name][1])
+            done = run(name, setting, is_compiled)
+            if "why" in done:
+                raise ValueError(f"{label(name, done)}: {done['why']}")
+            rounds[number][name] = done
+            path = save(setting, content, path)
+    result["summary"] = summarize(rounds, setting.batch_tokens)
+    return save(setting, content, path)
 
 
 def summarize(rounds: list[dict], batch_tokens: int) -> dict:
@@ -336,11 +373,11 @@ def measure(args: argparse.Namespace):
     clones = find_clones(args)
     describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     commits = {n: machine.output("git", "-C", str(f), *describe) for n, f in clones.items()}
-    content = {"date": str(date.today()), "left_out": WARM_UP, "commits": commits}
     with TemporaryDirectory() as work:
         setting = choose_setting(args, Path(work))
+        content, path = start(setting, commits, args.resume)
         lay_out(setting, clones)
-        path = compare(setting, [OURS, *clones], args.rounds, content)
+        path = compare(setting, [OURS, *clones], args.rounds, content, path)
     print(f"{block({path.name: content})}\n\n{path}")
 
 
@@ -357,6 +394,7 @@ def main() -> int:
     add("--seq-len", type=int, help="default: 1024, on a CPU 256")
     add("--batch-tokens", type=int, help="default: 524288, on a CPU 1024")
     add("--flags", default="", help="more flags of train_gpt2.py, as one word: --flags='--a --b'")
+    add("--resume", action="store_true", help="continue the newest unfinished results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the program that runs, too
     try:
@@ -365,7 +403,7 @@ def main() -> int:
         print(f"peers.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("peers.py: stopped; the results hold the runs of the rounds so far", file=sys.stderr)
+        print("peers.py: stopped; finished runs are kept: --resume continues", file=sys.stderr)
         return 130
     return 0
 

@@ -56,7 +56,7 @@ OURS = (
     + """
 Path("out").mkdir()
 device = "cuda" if torch.cuda.is_available() else "cpu"
-name = {"device": device, "device_name": "a GPU", "commit": "0123456789"}
+name = {"device": device, "device_name": "a GPU", "commit": "0123456789", "torch": "2"}
 Path("out/log.jsonl").write_text(__import__("json").dumps({"environment": name}) + "\\n")
 tokens = array("H", Path(flags["data_dir"], "train_000000.bin").read_bytes()[1024:])
 line = "step {step}/9 | loss {loss:.4f} | lr 6.0e-04 | norm 1.5 | {ms:.1f} ms | 9 tokens/s"
@@ -224,6 +224,23 @@ def test_a_program_that_does_not_run_says_why_on_one_line(tmp_path):
     why = "llm.c B=2 compile=1: ModuleNotFoundError: No module named 'not_here'"
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"peers.py: error: {why}: pip install not_here"
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path):
+    clone = make_clone(tmp_path, "llm.c", train_gpt2="import not_here")
+    flags = ["--llm-c", clone, *SIZES, "--rounds", "2"]
+    assert run_program(tmp_path, *flags, is_gpu=True).returncode == 2
+    [before] = results(tmp_path / "project")["results"]["gpt2"]["rounds"]
+    make_clone(tmp_path, "llm.c")
+    done = run_program(tmp_path, *flags, "--resume", is_gpu=True)
+    assert done.returncode == 0, done.stderr
+    first, second = results(tmp_path / "project")["results"]["gpt2"]["rounds"]
+    assert before == {peers.OURS: first[peers.OURS]}
+    assert [*second] == ["llm.c", peers.OURS]
+    # What is complete is not continued, and nothing is overwritten.
+    done = run_program(tmp_path, *flags, "--resume", is_gpu=True)
+    assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / "project").glob("benchmarks/results/peers-*.json")]) == 2
 
 
 @pytest.mark.slow
