@@ -13,7 +13,7 @@
 #   BUILD_NANOGPT=... NANOGPT=... LLM_C=... benchmarks/gpu.sh
 #   TINY=1 benchmarks/gpu.sh               # nano's sizes, to try it without a GPU: three minutes
 #
-# A part that was cut off continues where it was, but for parts 1 and 4, which begin again.
+# A part that was cut off continues where it was, but for part 1, which begins again.
 # Results go to benchmarks/results after each run, and into the tables of benchmarks/README.md; what
 # was printed goes to out/gpu. All are copied to $OUT if it is set.
 set -uo pipefail
@@ -57,7 +57,7 @@ part_3() {
     "$python" benchmarks/peers.py "${folders[@]}" "${peers[@]}" --resume
 }
 
-part_4() { "$python" benchmarks/resume.py -- "${resume[@]}"; }
+part_4() { "$python" benchmarks/resume.py --resume -- "${resume[@]}"; }
 
 part_5() {
     local optimizer

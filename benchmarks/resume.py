@@ -2,6 +2,7 @@
 
     python benchmarks/resume.py                        # GPT-2 124M, on a GPU: five minutes
     python benchmarks/resume.py -- --model nano        # other flags of train_gpt2.py, behind --
+    python benchmarks/resume.py --resume               # continue interrupted comparisons
 
 A run is made whole; again, killed by SIGKILL after some steps and resumed; and both once more with
 --deterministic. Losses and weights are compared. On a CPU the bits must be the same. On a GPU they
@@ -12,6 +13,7 @@ told. Results go to benchmarks/results/resume-*.json.
 import argparse
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from tempfile import TemporaryDirectory
 import machine
 
 STEPS, SAVE_EVERY, KILL_AT = 12, 4, 6
+VARIANTS = ([], ["--deterministic"])
 
 
 def command(folder: Path, flags: list[str]) -> list[str]:
@@ -100,30 +103,44 @@ def block(contents: dict[str, dict]) -> str:
     return "\n\n".join(parts)
 
 
-def measure(flags: list[str]) -> int:
-    """Compare, save and print; return 1 if bits differ that must be the same."""
-    content = {"runs": []}
-    path = None
-    failed = False
-    for more in ([], ["--deterministic"]):
+def start(flags: list[str], go_on: bool) -> tuple[dict, Path | None]:
+    """Return new results, or to go on, the newest of the same flags that lack a comparison."""
+    paths = machine.RESULTS.glob("resume-*.json") if go_on else []
+    for path in sorted(paths, key=os.path.getmtime, reverse=True):
+        content = machine.load(path)
+        if content["flags"] == flags and len(content["runs"]) < len(VARIANTS):
+            return content, path
+    return {"flags": flags, "runs": []}, None
+
+
+def measure(flags: list[str], go_on: bool) -> int:
+    """Compare what is not compared yet, save and print; return 1 if bits differ that must be the
+    same."""
+    content, path = start(flags, go_on)
+    for more in VARIANTS[len(content["runs"]) :]:
         run = compare([*flags, *more])
         content["runs"].append(run)
+        first, now = content["runs"][0]["environment"], run["environment"]
+        machine.check_same(first, now, "device_name", "torch")
         if not path:
             name = run["environment"]["device_name"]
             path = machine.unused_path(machine.results_path("resume", name))
         machine.save(path, content)
-        must_be_same = more or run["environment"]["device"] == "cpu"
-        failed |= must_be_same and not (run["same_weights"] and run["same_losses"])
     print(block({path.name: content}))
-    return int(failed)
+    for run in content["runs"]:
+        must_be_same = "--deterministic" in run["flags"] or run["environment"]["device"] == "cpu"
+        if must_be_same and not (run["same_weights"] and run["same_losses"]):
+            return 1
+    return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("flags", nargs="*", help="flags of train_gpt2.py, behind --")
+    parser.add_argument("--resume", action="store_true", help="continue interrupted comparisons")
     args = parser.parse_args()
     try:
-        return measure(args.flags)
+        return measure(args.flags, args.resume)
     except (OSError, ValueError) as error:
         print(f"resume.py: error: {error}", file=sys.stderr)
         return 2

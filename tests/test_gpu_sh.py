@@ -87,3 +87,23 @@ def test_a_size_that_does_not_fit_says_why():
     env = {"device_name": "a card", "torch": "2.13.0"}
     text = sizes.block({"sizes-x.json": {"environment": env, "runs": runs}})
     assert "1,000,000 |       50% |     | 2.0 |" in text and "does not fit" in text
+
+
+def test_a_comparison_that_is_done_is_not_made_again(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def compare(flags):
+        made.append(flags)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        run = {"flags": flags, "same_losses": True, "same_weights": True, "difference": 0.0}
+        return run | {"environment": {"device": "cpu", "device_name": "a CPU", "torch": "2.13"}}
+
+    monkeypatch.setattr(resume, "compare", compare)
+    monkeypatch.setattr(resume.machine, "RESULTS", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        resume.measure(["--model=nano"], go_on=False)
+    assert resume.measure(["--model=nano"], go_on=True) == 0
+    deterministic = ["--model=nano", "--deterministic"]
+    assert made == [["--model=nano"], deterministic, deterministic]
+    assert capsys.readouterr().out.count(" yes |") == 4 and len([*tmp_path.iterdir()]) == 1
