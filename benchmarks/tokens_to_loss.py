@@ -121,8 +121,7 @@ def setting(args: Namespace, run: dict) -> dict:
 
 def runs_of(runs: list[dict], wanted: dict) -> list[dict]:
     """Return the runs that have these values."""
-    known = [{"beta1": 0.9} | run for run in runs]  # older results have no beta1
-    return [run for run in known if all(run[key] == value for key, value in wanted.items())]
+    return [run for run in runs if all(run[key] == value for key, value in wanted.items())]
 
 
 def next_rate(tried: list[dict]) -> float | None:
@@ -251,7 +250,7 @@ def settings_of(best: dict[str, list[dict]]) -> dict[str, str]:
     for optimizer in RATES:
         run = best[optimizer][0]
         text = f"{run['rate']:g} to {run['rate'] * run['end']:g}"
-        columns[f"{optimizer}'s rate"] = f"{text}, beta1 {run.get('beta1', 0.9):g}"
+        columns[f"{optimizer}'s rate"] = f"{text}, beta1 {run['beta1']:g}"
     return columns
 
 
