@@ -24,7 +24,7 @@ sys.path.insert(0, str(machine.REPO))
 from support.device import matmul_tflops
 from support.tokenizer import missing_vocab
 
-SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad_vocab", "fused")
+SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad_vocab", "fused", "bf16_residual")
 
 
 def main():

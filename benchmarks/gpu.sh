@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure all that needs a GPU, in seven parts of at most ten minutes each, the most valuable first:
 #   1  what the tests promise, on this GPU (tests/test_cuda.py), and the doctor's ten lines
-#   2  the lecture's speed-ups with GPT-2 124M: losses, tokens per second, MFU, memory (ladder.py)
+#   2  the speed-ups with GPT-2 124M: losses, tokens per second, MFU, memory (ladder.py)
 #   3  the loops of others beside this one, from the folders that are set (peers.py)
 #   4  a run that was killed and resumed beside one that was not, bit for bit (resume.py)
 #   5  124M for 1,000 steps with AdamW and with Muon, on Python's own source
@@ -31,8 +31,8 @@ if [ -n "${TINY:-}" ]; then
     long=(--model nano --steps 40 --eval-every 20 --eval-tokens 8192)
 else
     ladder=(--model gpt2 --micro-batch-size 64 --steps 6)
-    lecture=(tf32 bf16 compile flash pad-vocab fused accumulation)
-    beyond=(tf32 bf16 flash pad-vocab fused muon recompute loss-chunk-tokens bf16-residual fp16)
+    lecture=(tf32 bf16 compile flash pad-vocab fused bf16-residual accumulation)
+    beyond=(tf32 bf16 flash pad-vocab fused muon recompute loss-chunk-tokens fp16)
     peers=(--micro-batch-size 64 --rounds 2) sizes=(--batch-tokens 131072) resume=()
     # With the lecture's batch, 1,000 steps would be 75 epochs of this corpus.
     long=(--model gpt2 --steps 1000 --batch-tokens 65536 --eval-every 100)

@@ -7,8 +7,8 @@
 
 Each rung adds one speed-up to the rungs before it. It is a run of train_gpt2.py in a process of its
 own: the command is printed, and the figures are read from its log.jsonl. Because a machine's speed
-drifts, all rungs run from first to last and then from last to first. Flags beyond the lecture are
-off by default, so each of them is added to the lecture's rungs alone.
+drifts, all rungs run from first to last and then from last to first. Each flag beyond the lecture
+is added to the lecture's rungs alone.
 
 A speed-up must not change the mathematics. All runs start with the same weights and read the same
 tokens, so the losses and gradient norms of every step are compared with those of the base. TF32 and
@@ -68,7 +68,7 @@ def base_flags(args: Namespace) -> dict:
     flags |= {"muon": False, "eval-every": 0, "eval-tokens": 0, "save-every": 0, "num-samples": 0}
     if args.data_dir:
         flags["data-dir"] = args.data_dir
-    return flags | dict.fromkeys(SPEED_UPS, False)
+    return flags | dict.fromkeys((*SPEED_UPS, "bf16-residual"), False)
 
 
 def command(flags: dict) -> str:

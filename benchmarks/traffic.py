@@ -1,7 +1,7 @@
 """Add up what a step of GPT-2 moves between an H100 and its memory, on a machine that has none.
 
     python benchmarks/traffic.py                        # GPT-2 124M with the default flags
-    python benchmarks/traffic.py -- --bf16-residual     # flags of train_gpt2.py, behind --
+    python benchmarks/traffic.py -- --no-bf16-residual  # flags of train_gpt2.py, behind --
 
 A step of one pass, compiled. Inductor generates its code for an H100, and says for each kernel how
 many bytes it reads and writes; no kernel runs (tests/fake_compiler.py). What a kernel finds in the

@@ -74,6 +74,39 @@ def test_speed_ups_are_on_up_to_the_one_that_is_named(line, monkeypatch):
     assert [getattr(config, name) for name in names] == SPEED_UPS[line]
 
 
+RESIDUAL = {  # whether a GPU of 2020 has a residual stream in bfloat16
+    "--model gpt2": True,
+    "": True,
+    "--speed-ups all": True,
+    "--no-bf16-residual": False,
+    "--speed-ups fused": False,
+    "--speed-ups none --bf16 --bf16-residual": True,
+    "--model nano": False,
+    "--no-bf16": False,
+    "--fp16": False,
+    "--init-from gpt2": False,
+    "--init-from gpt2 --bf16-residual": True,
+}
+
+
+@pytest.mark.parametrize("line", RESIDUAL)
+def test_a_gpu_has_a_bf16_residual_unless_there_is_a_reason(line, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    config = resolved(f"--no-compile {line}", on=torch.device("cuda"))
+    assert config.bf16_residual == RESIDUAL[line]
+
+
+def test_a_cpu_has_a_float32_residual():
+    assert not resolved("--model gpt2 --bf16").bf16_residual
+
+
+def test_an_old_gpu_has_a_float32_residual(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    config = resolved("--model gpt2 --no-compile", on=torch.device("cuda"))
+    assert (config.fp16, config.bf16_residual) == (True, False)
+
+
 RESUMED = [  # the run, what is typed at its resume, a flag, its value
     ("--steps 7 --seed 3", "", "steps", 7),
     ("--steps 7 --seed 3", "--steps 9", "steps", 9),
@@ -84,6 +117,7 @@ RESUMED = [  # the run, what is typed at its resume, a flag, its value
     ("--speed-ups bf16", "--speed-ups fused", "fused", True),
     ("--no-bf16", "--speed-ups bf16", "bf16", True),
     ("--flash", "--speed-ups none", "flash", False),
+    ("--bf16 --bf16-residual", "--speed-ups none", "bf16_residual", False),
     ("--speed-ups none", "--speed-ups all", "fused", True),  # flash depends on the processor
     ("--no-fused", "--speed-ups fused", "fused", True),
     ("", "--speed-ups none", "pad_vocab", True),

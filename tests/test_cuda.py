@@ -18,7 +18,7 @@ import train_gpt2
 ENV = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
 if os.environ["GPUS_OF_TESTS"]:
     ENV["CUDA_VISIBLE_DEVICES"] = os.environ["GPUS_OF_TESTS"]
-SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad_vocab", "fused")
+SPEED_UPS = ("tf32", "bf16", "compile", "flash", "pad_vocab", "fused", "bf16_residual")
 PLAIN = dict.fromkeys(SPEED_UPS, False)
 
 
@@ -62,14 +62,15 @@ def test_float32_losses_are_the_cpus(plain, data_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"),
+    ("names", "most"),
     [(name, 1e-4) for name in ("compile", "flash", "pad_vocab", "fused", "recompute")]
-    + [("tf32", 1e-2), ("bf16", 3e-2), ("fp16", 3e-2)],
+    + [("tf32", 1e-2), ("bf16", 3e-2), ("bf16 bf16_residual", 3e-2), ("fp16", 3e-2)],
 )
 def test_each_speed_up_alone_changes_no_more_than_its_precision(
-    plain, data_dir, tmp_path, name, most
+    plain, data_dir, tmp_path, names, most
 ):
-    assert difference(plain, on("gpu", data_dir, tmp_path / "run", **PLAIN | {name: True})) < most
+    changes = PLAIN | dict.fromkeys(names.split(), True)
+    assert difference(plain, on("gpu", data_dir, tmp_path / "run", **changes)) < most
 
 
 @pytest.mark.parametrize("changes", [{}, {"compile": True}, {"fp16": True}, {"muon": False}])
