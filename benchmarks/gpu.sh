@@ -1,82 +1,106 @@
 #!/usr/bin/env bash
-# Measure all that needs a GPU, in seven parts of at most ten minutes each, the most valuable first:
+# Measure all that needs a GPU, in seven parts of about ten minutes, the most valuable first:
 #   1  what the tests promise, on this GPU (tests/test_cuda.py), and the doctor's ten lines
 #   2  the speed-ups with GPT-2 124M: losses, tokens per second, MFU, memory (ladder.py)
 #   3  the loops of others beside this one, from the folders that are set (peers.py)
 #   4  a run that was killed and resumed beside one that was not, bit for bit (resume.py)
-#   5  124M for 1,000 steps with AdamW and with Muon, on Python's own source
+#   5  124M for 1,000 steps with AdamW, with Muon, and with AdamW and a float32 residual stream, on
+#      Python's own source
 #   6  gpt2 to gpt2-xl: what fits, and how fast it is (sizes.py)
 #   7  the flags beyond the lecture (ladder.py)
 #
-#   benchmarks/gpu.sh                      # each part that is not done yet
+#   benchmarks/gpu.sh                      # each part that is not done yet; 3 needs a folder
 #   benchmarks/gpu.sh --part 2             # this one
 #   BUILD_NANOGPT=... NANOGPT=... LLM_C=... benchmarks/gpu.sh
 #   TINY=1 benchmarks/gpu.sh               # nano's sizes, to try it without a GPU: three minutes
 #
 # A part that was cut off continues where it was, but for part 1, which begins again.
 # Results go to benchmarks/results after each run, and into the tables of benchmarks/README.md; what
-# was printed goes to out/gpu. All are copied to $OUT if it is set.
+# was printed goes to out/gpu. If OUT is set, $OUT/gpu.tgz holds all of it, renewed every 15 seconds,
+# so that little is lost where a machine is taken away in the middle of a part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-python} here=out/gpu parts="1 2 3 4 5 6 7"
+python=${PYTHON:-$(command -v python3 || echo python)} here=out/gpu
+peers_in=(${BUILD_NANOGPT:+--build-nanogpt "$BUILD_NANOGPT"})
+peers_in+=(${NANOGPT:+--nanogpt "$NANOGPT"} ${LLM_C:+--llm-c "$LLM_C"})
+parts="1 2 4 5 6 7"
+[ ${#peers_in[@]} != 0 ] && parts="1 2 3 4 5 6 7"
 if [ "${1:-}" = --part ]; then
     parts=${2:?--part takes a number from 1 to 7}
     rm -f "$here/part-$parts.done"
 fi
 mkdir -p "$here"
+# Kept, so that a part that goes on does not compile everything again.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/out/inductor}
+if [ -z "${TINY:-}" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+then
+    echo "gpu.sh: error: PyTorch finds no GPU: to try this without one, TINY=1 benchmarks/gpu.sh" >&2
+    exit 2
+fi
 if [ -n "${TINY:-}" ]; then
     ladder=(--model nano --steps 2) lecture=(bf16 fused) beyond=(muon)
     peers=(--small --steps 5 --rounds 1) sizes=(--only nano --steps 2)
     resume=(--model=nano --batch-tokens=2048 --eval-tokens=2048)
     long=(--model nano --steps 40 --eval-every 20 --eval-tokens 8192)
 else
-    ladder=(--model gpt2 --micro-batch-size 64 --steps 6)
+    # 64 sequences do not fit into 80 GB in float32 with plain attention.
+    ladder=(--model gpt2 --micro-batch-size 32 --steps 6)
     lecture=(tf32 bf16 compile flash pad-vocab fused bf16-residual accumulation)
     beyond=(tf32 bf16 flash pad-vocab fused muon recompute loss-chunk-tokens fp16)
-    peers=(--micro-batch-size 64 --rounds 2) sizes=(--batch-tokens 131072) resume=()
+    peers=(--micro-batch-size 32 --rounds 2) sizes=(--batch-tokens 131072) resume=()
     # With the lecture's batch, 1,000 steps would be 75 epochs of this corpus.
     long=(--model gpt2 --steps 1000 --batch-tokens 65536 --eval-every 100)
 fi
 
 part_1() {
-    "$python" benchmarks/doctor.py && "$python" -m pytest tests/test_cuda.py -q --durations=10
+    "$python" benchmarks/doctor.py
+    # A warning of another version of a library is no reason to stop here.
+    "$python" -m pytest tests/test_cuda.py -v -W default --durations=10
 }
 
-part_2() {
-    "$python" benchmarks/ladder.py "${ladder[@]}" --out benchmarks/results --resume \
-        --only "${lecture[@]}"
+climb() {
+    "$python" benchmarks/ladder.py "${ladder[@]}" --out benchmarks/results --resume --only "$@"
+    local code=$?
+    [ $code = 0 ] || [ $code = 3 ]  # 3: all is measured, and a rung was refused
 }
 
-part_3() {
-    local folders=(${BUILD_NANOGPT:+--build-nanogpt "$BUILD_NANOGPT"})
-    folders+=(${NANOGPT:+--nanogpt "$NANOGPT"} ${LLM_C:+--llm-c "$LLM_C"})
-    if [ ${#folders[@]} = 0 ]; then
-        echo "nothing to compare with: set BUILD_NANOGPT, NANOGPT or LLM_C to a clone's folder"
-        return 0
-    fi
-    "$python" benchmarks/peers.py "${folders[@]}" "${peers[@]}" --resume
-}
+part_2() { climb "${lecture[@]}"; }
+
+part_3() { "$python" benchmarks/peers.py "${peers_in[@]}" "${peers[@]}" --resume; }
 
 part_4() { "$python" benchmarks/resume.py --resume -- "${resume[@]}"; }
 
 part_5() {
-    local optimizer
-    for optimizer in no-muon muon; do
-        "$python" train_gpt2.py "${long[@]}" "--$optimizer" --resume --out-dir "$here/$optimizer" \
-            || return
-        mkdir -p "benchmarks/results/gpu-$optimizer"
-        cp "$here/$optimizer/log.jsonl" "benchmarks/results/gpu-$optimizer"
-    done
-    "$python" benchmarks/plot.py "$here/no-muon" "$here/muon" --out benchmarks/results/gpu-muon.png
+    train_long adamw --no-muon || return
+    train_long muon --muon || return
+    train_long float32-residual --no-muon --no-bf16-residual || return
+    rm -f benchmarks/results/gpu-long.png
+    "$python" benchmarks/plot.py "$here/adamw" "$here/muon" "$here/float32-residual" \
+        --out benchmarks/results/gpu-long.png
+}
+
+train_long() { # name flags
+    "$python" train_gpt2.py "${long[@]}" "${@:2}" --resume --out-dir "$here/$1" || return
+    mkdir -p "benchmarks/results/gpu-$1"
+    cp "$here/$1/log.jsonl" "benchmarks/results/gpu-$1"
 }
 
 part_6() { "$python" benchmarks/sizes.py "${sizes[@]}" --resume; }
 
-part_7() {
-    "$python" benchmarks/ladder.py "${ladder[@]}" --out benchmarks/results --resume \
-        --only "${beyond[@]}"
+part_7() { climb "${beyond[@]}"; }
+
+bring() { # name of a temporary file
+    # tar complains of files that grow meanwhile; what it has of them is good.
+    tar czf "$OUT/$1" --exclude='step_*' benchmarks/README.md benchmarks/results "$here"
+    mv "$OUT/$1" "$OUT/gpu.tgz"
 }
 
+if [ -n "${OUT:-}" ]; then
+    mkdir -p "$OUT"
+    while kill -0 $$ && sleep 15; do bring loop.tmp; done > "$here/bring.txt" 2>&1 &
+    loop=$!
+    trap 'kill $loop; wait $loop; bring last.tmp 2> "$here/bring.txt"' EXIT
+fi
 failed=0
 for part in $parts; do
     [ -e "$here/part-$part.done" ] && continue
@@ -88,8 +112,5 @@ for part in $parts; do
         failed=1
     fi
     "$python" benchmarks/tables.py || failed=1
-    if [ -n "${OUT:-}" ]; then
-        mkdir -p "$OUT" && cp -r benchmarks/results benchmarks/README.md "$here" "$OUT"
-    fi
 done
 exit $failed

@@ -356,9 +356,10 @@ def start(args: Namespace) -> Ladder:
 
 
 def measure(ladder: Ladder) -> int:
-    """Measure and show a ladder; return exit code 1 if a rung was refused or failed."""
+    """Measure and show a ladder; return exit code 3 if a rung was refused or failed."""
     with TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # shared by the runs, empty at the start
+        # Shared by the runs, and empty at the start, unless the caller has one.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         if ladder.args.leave_one_out:
             ladder.leave_one_out()
         else:
@@ -366,7 +367,8 @@ def measure(ladder: Ladder) -> int:
         ladder.second_round()
     report.draw(ladder.content, ladder.path.with_suffix(".png"))
     print(f"\n{report.block({ladder.path.name: ladder.content})}\n\n{ladder.path}")
-    return int(any(rung["state"] in ("refused", "failed") for rung in ladder.content["rungs"]))
+    states = [rung["state"] for rung in ladder.content["rungs"]]
+    return 3 if "refused" in states or "failed" in states else 0
 
 
 def main() -> int:

@@ -85,6 +85,8 @@ def environment(logged: dict) -> dict:
     cpu = cpu_name()
     changed = output("git", "-C", str(REPO), "diff", "--name-only", "HEAD", "--", "*.py").split()
     return logged | {
+        # "changed" says more than "-dirty", which also comes of tables in this folder's README.
+        "commit": logged["commit"].removesuffix("-dirty"),
         "device_name": cpu if logged["device"] == "cpu" else logged["device_name"],
         "cpu": cpu,
         "cores": num_cores(),

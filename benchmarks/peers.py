@@ -319,6 +319,8 @@ def block(contents: dict[str, dict]) -> str:
         env = content["environment"]
         where = f"{machine.short_name(env['device_name'])}, {env['cores']} cores"
         [(model, result)] = content["results"].items()
+        if "summary" not in result:
+            continue  # it was interrupted
         shape = f"{result['batch_tokens']:,} tokens a step, sequences of {result['seq_len']}"
         when = f"{content['date']}, commit {env['commit'][:7]}"
         parts.append(f"**{model} on {where}**: {shape}, {when} ([figures](results/{file})).")

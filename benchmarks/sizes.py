@@ -29,6 +29,7 @@ def train(model: str, flags: tuple, args: Namespace) -> dict:
     result = {"model": model, "flags": list(flags)}
     with TemporaryDirectory() as folder:
         line = [f"--model={model}", f"--steps={machine.WARM_UP + args.steps}", "--save-every=0"]
+        line.append("--keep=1")  # a run wants room on the disk for all that it may keep
         line += ["--eval-tokens=0", "--num-samples=0", f"--out-dir={folder}/run"]
         if args.batch_tokens:
             line.append(f"--batch-tokens={args.batch_tokens}")

@@ -25,7 +25,7 @@ PLAIN = dict.fromkeys(SPEED_UPS, False)
 def ask_gpu(expression: str) -> float:
     """Evaluate it in another process, since the tests hide the GPUs from this one."""
     command = [sys.executable, "-c", f"import torch; print({expression})"]
-    return float(subprocess.run(command, env=ENV, capture_output=True, text=True).stdout or 0)
+    return float(subprocess.run(command, env=ENV, stdout=subprocess.PIPE, check=True).stdout)
 
 
 GPUS = ask_gpu("torch.cuda.device_count()") if shutil.which("nvidia-smi") else 0
@@ -64,13 +64,15 @@ def test_float32_losses_are_the_cpus(plain, data_dir, tmp_path):
 @pytest.mark.parametrize(
     ("names", "most"),
     [(name, 1e-4) for name in ("compile", "flash", "pad_vocab", "fused", "recompute")]
-    + [("tf32", 1e-2), ("bf16", 3e-2), ("bf16 bf16_residual", 3e-2), ("fp16", 3e-2)],
+    + [("tf32", 5e-3), ("bf16", 5e-3), ("bf16 bf16_residual", 5e-3), ("fp16", 5e-3)],
 )
 def test_each_speed_up_alone_changes_no_more_than_its_precision(
     plain, data_dir, tmp_path, names, most
 ):
     changes = PLAIN | dict.fromkeys(names.split(), True)
-    assert difference(plain, on("gpu", data_dir, tmp_path / "run", **changes)) < most
+    found = difference(plain, on("gpu", data_dir, tmp_path / "run", **changes))
+    assert found < most
+    assert found > 0 or "16" not in names  # 16 bits can't give the same
 
 
 @pytest.mark.parametrize("changes", [{}, {"compile": True}, {"fp16": True}, {"muon": False}])
@@ -101,8 +103,8 @@ def test_the_micro_batch_is_found_soon_and_leaves_room(once, tmp_path):
     out_dir = on("gpu", data, tmp_path / "run", **LARGE | {"micro_batch_size": 0})
     first = json.loads((out_dir / "log.jsonl").read_text().splitlines()[0])
     assert first["time"] - started < 60  # the imports are in it
-    assert first["flags"]["micro_batch_size"] >= 1
     total = ask_gpu("torch.cuda.mem_get_info()[1] / 2**20")
+    assert first["flags"]["micro_batch_size"] >= (32 if total > 70_000 else 1)
     assert max(records(out_dir, "peak_mib").values()) < total - 200
 
 

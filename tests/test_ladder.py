@@ -76,7 +76,7 @@ def states(content: dict) -> dict[str, str]:
 def test_a_rung_that_changes_the_mathematics_is_refused(tmp_path, data_dir, fault):
     name, *edit = BREAKS[fault]
     project = copy_of_project(tmp_path / "project", edit)
-    content, text = climb(project, data_dir, "--only", name, code=1)
+    content, text = climb(project, data_dir, "--only", name, code=3)
     assert states(content) == {"base": "measured", name: "refused"}
     assert "differs from the base's by" in text
 
@@ -86,7 +86,7 @@ def test_ranks_whose_gradients_are_not_averaged_end_their_rung(tmp_path, data_di
     """The trainer itself compares the weights."""
     edit = ("train_gpt2.py", r"enabled=\w+ == num_micro\w* - 1", "enabled=False")
     project = copy_of_project(tmp_path / "project", edit)
-    content, _ = climb(project, data_dir, "--only", "2 ranks", code=1)
+    content, _ = climb(project, data_dir, "--only", "2 ranks", code=3)
     assert states(content) == {"base": "measured", "2 ranks": "failed"}
 
 
@@ -94,7 +94,7 @@ def test_ranks_whose_gradients_are_not_averaged_end_their_rung(tmp_path, data_di
 def test_the_rungs_above_do_without_a_refused_one(tmp_path, data_dir):
     name, *edit = BREAKS["no scale"]
     project = copy_of_project(tmp_path / "project", edit)
-    content, _ = climb(project, data_dir, "--only", name, "fused", code=1)
+    content, _ = climb(project, data_dir, "--only", name, "fused", code=3)
     assert states(content) == {"base": "measured", name: "refused", "fused": "measured"}
     assert f"--no-{name}" in content["rungs"][2]["command"]
 
