@@ -230,7 +230,9 @@ def test_an_interrupted_comparison_goes_on(tmp_path):
     clone = make_clone(tmp_path, "llm.c", train_gpt2="import not_here")
     flags = ["--llm-c", clone, *SIZES, "--rounds", "2"]
     assert run_program(tmp_path, *flags, is_gpu=True).returncode == 2
-    [before] = results(tmp_path / "project")["results"]["gpt2"]["rounds"]
+    unfinished = results(tmp_path / "project")
+    assert peers.block({"peers-x.json": unfinished}) == ""  # no table, and no error
+    [before] = unfinished["results"]["gpt2"]["rounds"]
     make_clone(tmp_path, "llm.c")
     done = run_program(tmp_path, *flags, "--resume", is_gpu=True)
     assert done.returncode == 0, done.stderr
