@@ -331,7 +331,7 @@ def flags_of_device(on: torch.device, model: str, off: dict, explicit: dict) -> 
         flags["bf16"] = False
     elif on.type == "cuda" and "bf16" in off:
         flags["fp16"] = True  # a T4 or V100 has float16 in hardware
-    has_bf16 = explicit.get("bf16", "bf16" not in off) and not explicit.get("fp16")
+    has_bf16 = (flags | explicit).get("bf16", TrainConfig.bf16)
     # The lecture's rungs keep the residual stream in float32. So do others' weights, in which it
     # may hold values that are too large to be added up in bfloat16.
     keeps_float32 = explicit.get("speed_ups", "all") != "all" or explicit.get("init_from")

@@ -85,7 +85,7 @@ def environment(logged: dict) -> dict:
     cpu = cpu_name()
     changed = output("git", "-C", str(REPO), "diff", "--name-only", "HEAD", "--", "*.py").split()
     return logged | {
-        # "changed" says more than "-dirty", which also comes of tables in this folder's README.
+        # "changed" says which programs differ. "-dirty" would also mean a new table in README.md.
         "commit": logged["commit"].removesuffix("-dirty"),
         "device_name": cpu if logged["device"] == "cpu" else logged["device_name"],
         "cpu": cpu,

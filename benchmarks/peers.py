@@ -239,16 +239,16 @@ def start(setting: Setting, commits: dict[str, str], resume: bool) -> tuple[dict
     """Return new results, or to resume, the newest unfinished ones of the same setting and commits;
     and their file, if there is one."""
     model = "small" if setting.is_small else "gpt2"
-    what = {name: value for name, value in vars(setting).items() if name != "work"}
+    wanted = {name: value for name, value in vars(setting).items() if name != "work"}
     paths = machine.RESULTS.glob("peers-*.json") if resume else []
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         content = machine.load(path)
         result = content["results"].get(model, {})
-        is_same = what.items() <= result.items() and content["commits"] == commits
-        if is_same and "summary" not in result:
+        is_same = all(result.get(name) == value for name, value in wanted.items())
+        if is_same and content["commits"] == commits and "summary" not in result:
             return content, path
     content = {"date": str(date.today()), "left_out": WARM_UP, "commits": commits}
-    content["results"] = {model: what | {"trials": {}, "rounds": []}}
+    content["results"] = {model: wanted | {"trials": {}, "rounds": []}}
     return content, None
 
 
