@@ -13,6 +13,7 @@ Sources:
 """
 
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -25,9 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of the network, which fixes the names and sizes of its parameters. The defaults are
-    GPT-2 124M's. A checkpoint stores all fields; a field that is missing from an older checkpoint
-    takes its default."""
+    """The shape of the network, which fixes the names and sizes of its parameters. A checkpoint
+    stores all fields; one that an older checkpoint lacks takes its default, GPT-2 124M's."""
 
     vocab_size: int = 50257  # 256 bytes, 50,000 merges and <|endoftext|>
     seq_len: int = 1024  # of the longest sequence; each position has a learned embedding
@@ -37,21 +37,38 @@ class GPTConfig:
     pad_vocab: bool = True
 
     def __post_init__(self):
+        """Raise ValueError if the fields, which may come from a file, make no network."""
         for f in fields(self):
             value = getattr(self, f.name)
             # bool is a subclass of int, so True would pass isinstance as a number of layers.
-            if type(value) is not f.type or (f.type is int and value < 1):
-                raise ValueError(f"{f.name} {value} is not a whole number above 0")
+            if not isinstance(value, f.type) or (isinstance(value, bool) and f.type is not bool):
+                raise ValueError(f"{f.name} {value} is not of type {f.type}")
+        if min(self.vocab_size, self.seq_len, self.n_layer, self.n_head, self.n_embd) < 1:
+            raise ValueError(f"each size must be at least 1: {self}")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+            n_head = max(n for n in range(1, min(self.n_head, 1024)) if self.n_embd % n == 0)
+            n_embd = math.ceil(self.n_embd / self.n_head) * self.n_head
+            cure = f"try n_head {n_head}, or n_embd {n_embd}"
+            raise ValueError(f"n_head {self.n_head} must divide n_embd {self.n_embd}: {cure}")
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of the embedding. Speed-up 5 rounds vocab_size up to a multiple of 64
-        (50257 -> 50304), since a GPU multiplies matrices in tiles and pays for a part of one."""
+        """The rows of the embedding. Speed-up 5 rounds vocab_size up to a multiple of 64 (50257 ->
+        50304): a GPU multiplies matrices in tiles, and part of a tile costs as much as a whole."""
         if not self.pad_vocab:
             return self.vocab_size
         return math.ceil(self.vocab_size / 64) * 64
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """How the network is computed. A checkpoint does not depend on it."""
+
+    flash: bool = True  # speed-up 4
+    dropout: float = 0.0  # probability of zeroing an activation, in training
+    bf16_residual: bool = False  # keep the residual stream in bfloat16, not in float32
+    recompute: bool = False  # store each block's input alone; backward computes the block again
+    loss_chunk_tokens: int = 0  # tokens per chunk of the loss; 0: all at once
 
 
 SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with OpenAI's released heads
@@ -63,15 +80,15 @@ SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with Ope
 }
 
 
-# For inputs whose length changes with each call. cuDNN's attention is left out: it spends about a
-# second planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
+# For inputs whose length changes with each call: not cuDNN's attention, which spends about a second
+# planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Return causal attention as the paper writes it: q (B, nh, T, hs) -> (B, nh, T, hs). k and v
-    may hold more positions than q, which is then the last T of them. All attention weights are in
-    memory at once: (B, nh, T, T)."""
+    may have more positions than q; q then holds the last T of them. All attention weights,
+    (B, nh, T, T), are in memory at once."""
     B, nh, T, hs = q.shape
     past = k.shape[-2] - T
     future = q.new_full((T, past + T), -math.inf).triu(1 + past)
@@ -79,34 +96,47 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     q = q.flatten(0, 1)
     k = k.flatten(0, 1)
     v = v.flatten(0, 1)
-    # Scaling and masking inside the matrix product saves two passes over the (T, T) weights,
-    # which matters where nothing is compiled.
+    # Scaling and masking inside the matrix product saves two passes over the (T, T) weights where
+    # nothing is compiled.
     scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs))
     weights = F.dropout(scores.softmax(dim=-1), dropout)
     return (weights @ v).view(B, nh, T, hs)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Speed-up 4: return the same from one fused kernel, which never holds the (T, T) weights
-    (Dao et al. 2022). If k has more positions than q, q must be one position, the last."""
-    is_causal = q.shape[-2] > 1  # the last position sees all others
+    """Speed-up 4: return the same from one fused kernel, which never stores the (T, T) weights
+    (Dao et al. 2022). If k has more positions than q, q must be the last position alone."""
+    is_causal = q.shape[-2] > 1  # the last position may see all others
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
 
 
+class StackedLinear(nn.Linear):
+    """Linear layers of one input, stacked in one weight and computed as one matrix product. Muon
+    asks for `parts`, because it must make each layer's matrix orthogonal by itself."""
+
+    def __init__(self, in_features: int, parts: list[int]):
+        super().__init__(in_features, sum(parts))
+        self.parts = parts  # the output channels of each layer: rows of the weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # not one Tensor
+        """Return the output of each layer: (..., C) -> (..., part) each."""
+        return super().forward(x).split(self.parts, dim=-1)
+
+
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig, flash: bool, dropout: float):
+    def __init__(self, config: GPTConfig, compute: ComputeConfig):
         super().__init__()
         self.config = config
-        self.dropout = dropout
-        self.attend = flash_attention if flash else attention
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k and v of all heads
+        self.dropout = compute.dropout
+        self.attend = flash_attention if compute.flash else attention
+        self.c_attn = StackedLinear(config.n_embd, [config.n_embd] * 3)  # q, k and v of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
         """Return (B, T, C) for x (B, T, C). cache maps each attention module to the keys and
-        values of the positions before x, (B, nh, past, hs) each; those of x are appended."""
+        values of the positions before x, (B, nh, past, hs) each, and gets those of x."""
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
+        q, k, v = self.c_attn(x)  # (B, T, C) each
         q = q.view(B, T, self.config.n_head, -1).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.config.n_head, -1).transpose(1, 2)
         v = v.view(B, T, self.config.n_head, -1).transpose(1, 2)
@@ -132,60 +162,53 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, flash: bool, dropout: float):
+    def __init__(self, config: GPTConfig, compute: ComputeConfig):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config, flash, dropout)
+        self.attn = CausalSelfAttention(config, compute)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout(compute.dropout)
 
     def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
         x = x + self.drop(self.attn(self.ln_1(x), cache))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
-@dataclass(frozen=True)
-class Computation:
-    """How the network is computed. None of this changes the names or sizes of its parameters."""
+class Transformer(nn.Module):
+    """The parts of the network, under OpenAI's names. GPT.features puts them together."""
 
-    flash: bool = True  # speed-up 4
-    dropout: float = 0.0  # probability of zeroing an activation, in training
-    bf16_residual: bool = False  # keep the residual stream in bfloat16, not in float32
-    recompute: bool = False  # store each block's input alone; backward computes the block again
-    loss_chunk_tokens: int = 0  # tokens per chunk of the loss; 0: all at once
+    def __init__(self, config: GPTConfig, compute: ComputeConfig):
+        super().__init__()
+        self.wte = nn.Embedding(config.num_rows, config.n_embd)
+        self.wpe = nn.Embedding(config.seq_len, config.n_embd)
+        self.h = nn.ModuleList(Block(config, compute) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
 
 
 class GPT(nn.Module):
-    """GPT-2. Its initial weights depend on the shape and the seed alone."""
+    """GPT-2. Its initial weights depend on the seed, and on each parameter's name and shape."""
 
-    def __init__(self, config: GPTConfig, computation: Computation | None = None, seed: int = 0):
+    def __init__(self, config: GPTConfig, compute: ComputeConfig | None = None, seed: int = 0):
         super().__init__()
         self.config = config
-        self.computation = computation or Computation()
-        dropout = self.computation.dropout
-        blocks = [Block(config, self.computation.flash, dropout) for _ in range(config.n_layer)]
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.num_rows, config.n_embd),
-                "wpe": nn.Embedding(config.seq_len, config.n_embd),
-                "h": nn.ModuleList(blocks),
-                "ln_f": nn.LayerNorm(config.n_embd),
-            }
-        )
-        self.drop = nn.Dropout(dropout)
+        self.compute = compute or ComputeConfig()
+        self.transformer = Transformer(config, self.compute)
+        self.drop = nn.Dropout(self.compute.dropout)
         self.lm_head = nn.Linear(config.n_embd, config.num_rows, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied: one tensor, two uses
-        self.init_weights(torch.Generator().manual_seed(seed))
+        self.init_weights(seed)
 
     @torch.no_grad()
-    def init_weights(self, rng: torch.Generator):
-        """Set biases to 0, layer norms to 1, and draw matrices from N(0, 0.02). The last matrix of
-        each residual branch is smaller by sqrt(number of branches), so that their sum starts at
-        unit scale (GPT-2, section 2.3). Padded rows are 0 and draw no random number: the other
-        weights do not depend on the padding."""
+    def init_weights(self, seed: int):
+        """Set biases to 0, and draw matrices from N(0, 0.02). The last matrix of each residual
+        branch is smaller by sqrt(number of branches), so that the sum of the branches starts at
+        unit scale (GPT-2, section 2.3). Padded rows are 0 and use no random numbers: the other
+        weights do not depend on the padding. Layer norms keep PyTorch's ones."""
         num_branches = 2 * self.config.n_layer
         for name, p in self.named_parameters():
+            # A generator for each name: adding, removing or moving one parameter changes no other.
+            rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if name.endswith("bias"):
                 p.zero_()
             elif name == "transformer.wte.weight":
@@ -202,14 +225,12 @@ class GPT(nn.Module):
         others = [p for p in params if p.dim() < 2]
         return decayed, others
 
-    def matrices(self) -> list[tuple[nn.Parameter, int]]:
-        """Return the weights of the blocks' linear layers, which Muon updates, each with the number
-        of matrices that are stacked in it: c_attn's has those of q, k and v."""
-        matrices = []
-        for name, p in self.transformer.h.named_parameters():
-            if p.dim() >= 2:
-                matrices.append((p, 3 if name.endswith("c_attn.weight") else 1))
-        return matrices
+    def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """Return the weights of the blocks' linear layers, which Muon updates, each with the rows
+        of the matrices that are stacked in it."""
+        parts = {m.weight: m.parts for m in self.modules() if isinstance(m, StackedLinear)}
+        matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
+        return [(p, parts.get(p, [len(p)])) for p in matrices]
 
     def num_elements(self, params: list[nn.Parameter]) -> int:
         """Return the number of weights in params, without the padded rows."""
@@ -218,34 +239,34 @@ class GPT(nn.Module):
         return sum(p.numel() for p in params) - (num_padded if has_embedding else 0)
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of forward and backward for one token. After
-        Chowdhery et al. 2022 (PaLM), appendix B: 6 per weight and 12 * T * C per attention layer.
-        The position embedding is looked up, not multiplied."""
+        """Return the floating-point operations of forward and backward for one token: 6 per weight
+        and 12 * T * C per attention layer (Chowdhery et al. 2022, PaLM, appendix B). The position
+        embedding is only looked up, so it does not count."""
         multiplied = [p.numel() for name, p in self.named_parameters() if "wpe" not in name]
         attention_flops = 12 * self.config.seq_len * self.config.n_embd
         return 6 * sum(multiplied) + self.config.n_layer * attention_flops
 
     def features(self, idx: Tensor, cache: dict | None = None, past: int = 0) -> Tensor:
         """Return the final hidden states: idx (B, T) -> (B, T, C). With a cache, idx continues
-        `past` tokens whose keys and values the cache holds."""
+        `past` earlier tokens, whose keys and values are in the cache."""
         end = past + idx.shape[1]
         if end > self.config.seq_len:
             raise ValueError(f"{end} tokens are more than seq_len {self.config.seq_len}")
         pos = torch.arange(past, end, device=idx.device)
         x = self.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
-        if self.computation.bf16_residual:
+        if self.compute.bf16_residual:
             x = x.bfloat16()
         for block in self.transformer.h:
-            if self.computation.recompute and torch.is_grad_enabled():
+            if self.compute.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x, cache)
         return self.transformer.ln_f(x)
 
     def padding_bias(self, x: Tensor) -> Tensor | None:
-        """Return what is added to the logits of x: (V,), -inf for the padded rows and 0 elsewhere.
-        So padding has no part in the loss: it changes the speed, not the mathematics. The padded
-        rows get a gradient of exactly 0, and stay 0 forever."""
+        """Return what to add to the logits of x: (V,), -inf for the padded rows and 0 elsewhere.
+        This keeps padding out of the loss: it changes the speed, not the mathematics. The padded
+        rows get a gradient of exactly 0, and stay 0."""
         if not self.config.pad_vocab:
             return None
         ids = torch.arange(self.config.num_rows, device=x.device)
@@ -264,18 +285,18 @@ class GPT(nn.Module):
         """Return the mean cross-entropy, in nats per token: two (B, T) -> ()."""
         x = self.features(idx).flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        chunk = self.computation.loss_chunk_tokens or len(x)
+        chunk = self.compute.loss_chunk_tokens or len(x)
         if chunk >= len(x):
             return self.loss(x, targets, "mean")
         return self.chunked_loss(x, targets, chunk)
 
-    # Not compiled as a part of the step: Inductor computes the softmax of all chunks in one kernel,
-    # for which all logits are in memory at once. train_gpt2.py compiles `loss` by itself.
+    # Kept out of the compiled step: Inductor would compute the softmax of all chunks in one kernel,
+    # with all logits in memory at once. train_gpt2.py compiles `loss` by itself instead.
     @torch.compiler.disable
     def chunked_loss(self, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        """Return the same as loss, for x (N, C). The logits and their gradient are the largest
-        tensors of a step. Here only those of `chunk` tokens exist at a time: backward computes them
-        again, as --recompute a block's."""
+        """Return the same as loss, for x (N, C), with the logits of `chunk` tokens in memory at a
+        time. The logits and their gradient are the largest tensors of a step. backward computes
+        each chunk again."""
         loss = torch.zeros((), device=x.device)
         for part, ids in zip(x.split(chunk), targets.split(chunk), strict=True):
             loss = loss + checkpoint(
@@ -290,9 +311,9 @@ class GPT(nn.Module):
     def generate(
         self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int
     ) -> Iterator[Tensor]:
-        """Yield the tokens (B, 1) that follow idx (B, T), one after the other, without an end. Once
-        seq_len positions are full, the older half is dropped. Cached keys can't be moved
-        to other positions, so what remains is computed again from position 0."""
+        """Yield the tokens (B, 1) that follow idx (B, T), one after the other, without end. Once
+        all seq_len positions are full, drop the older half. Cached keys can't move to other
+        positions, so the half that remains is computed again from position 0."""
         cache: dict = {}
         past = 0
         new = idx[:, -self.config.seq_len :]
@@ -311,8 +332,8 @@ class GPT(nn.Module):
 
 
 def pick(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
-    """Return a token (B, 1) for each row of logits (B, V): the likeliest at temperature 0, else
-    one drawn among the top_k likeliest (0: all). Raise FloatingPointError if logits overflow."""
+    """Return a token (B, 1) for each row of logits (B, V): the likeliest at temperature 0, else one
+    drawn among the top_k likeliest (0: all). Raise FloatingPointError if logits overflow."""
     if not logits.amax().isfinite():
         raise FloatingPointError("the logits overflow, so no next token can be drawn")
     if temperature < torch.finfo(torch.float32).tiny:  # dividing by it would overflow

@@ -29,21 +29,26 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-# Where Python is told not to (-P, PYTHONSAFEPATH=1), it does not look beside the script.
-sys.path.insert(0, str(Path(__file__).parent))
-
 import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from dataloader import HEADER_BYTES, TOKEN, VOCAB_SIZES, ShardError, open_shard, shard_header
+from dataloader import (
+    HEADER_BYTES,
+    MANIFEST,
+    TOKEN,
+    VOCAB_SIZES,
+    ShardError,
+    open_shard,
+    read_manifest,
+    shard_header,
+)
 from support.cli import flag, parse, spell
-from support.corpus import MANIFEST, read_manifest
-from support.errors import DISK_ERRNOS, INTERRUPTED, DiskError, UserError, printable
+from support.ending import DISK_ERRNOS, INTERRUPTED, DiskError, UserError, printable
 from support.files import sync, whole_file
 from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
-from support.logger import is_terminal
-from support.tokenizer import load_tokenizer, missing_vocab
+from support.log import is_terminal
+from support.tokenizer import load_tokenizer, missing_vocab, require_tokenizer
 
 DATASETS = {  # on the hub, and how their shards are called
     "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),  # 1,001 shards
@@ -120,7 +125,7 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
     peek = Reader(reader.files, reader.text_field)
     cuts_each = not any(is_val and size for is_val, size, _ in documents(peek, config))
     numbers = count(1)
-    parts = {"train": [], "val": []}  # of the batches that grow
+    parts: dict[str, list] = {"train": [], "val": []}  # of the batches that grow
     sizes = {"train": 0, "val": 0}  # their bytes
     for is_val, size, text in documents(reader, config):
         begins = True
@@ -157,7 +162,7 @@ def divided(stream: BinaryIO, val_start: int) -> Iterator[tuple[str, bytes]]:
 
 def tokenize(name: str, parts: list[tuple[bool, bytes]]) -> np.ndarray:
     """Return the tokens of a batch, uint16; each document begins with <|endoftext|>."""
-    tokenizer = load_tokenizer(name, may_download=True)
+    tokenizer = require_tokenizer(name, may_download=True)
     end_of_text = np.array([VOCAB_SIZES[name] - 1], TOKEN)
     tokens = [end_of_text[:0]]
     for begins, text in parts:
@@ -187,7 +192,7 @@ def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Ba
             yield batch, tokenize(config.tokenizer, batch.parts)
         return
     with ProcessPoolExecutor(config.workers, get_context("spawn"), follow_parent) as pool:
-        running = deque()
+        running: deque = deque()
         for batch in todo:
             running.append((batch, pool.submit(tokenize, config.tokenizer, batch.parts)))
             if len(running) > 4 * config.workers + 16:  # enough while a shard is synchronized

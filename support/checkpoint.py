@@ -1,131 +1,48 @@
-"""The folder of a run: who owns it, and its checkpoints: saved, verified, read, rotated.
+"""The format of a checkpoint: written, verified, read back, rotated.
 
 A checkpoint is a folder, step_000250, and a model for Hugging Face's tools:
     config.json             the shape of the network
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
-    tokenizer*.json, vocab.json, merges.txt      if the tokenizer is installed here
+    tokenizer*.json, vocab.json, merges.txt      if the tokenizer is installed
     optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
-    state.json              all else that a resume needs: see state_of in train_gpt2.py
-    SHA256SUMS              of all these files, for `sha256sum -c SHA256SUMS`
+    state.json              everything else that a resume needs: see state_of in run.py
+    SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
 
-It is written as step_000250.tmp, synchronized with the disk, and renamed: it is there whole, or not
-at all. A resume verifies all digests; the first save of each process is read back as it would.
+It is written as step_000250.tmp, synchronized with the disk, and renamed, so it is there whole or
+not at all. A resume verifies every digest. Each process reads its first save back, as a resume
+would.
 """
 
 import hashlib
 import json
 import os
-import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model import GPT
 from support import pretrained
-from support.errors import DiskError, NoGoodCheckpoint, UserError, print_error
+from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
 from support.files import sync
-from support.logger import LOG
+from support.run_folder import SUMS, checkpoints, step_of
 from support.tokenizer import Tokenizer, as_json, load_tokenizer, provide_vocab
 
-FORMAT = 3  # of state.json
-SUMS = "SHA256SUMS"
+FORMAT = 4  # of state.json
 REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
-LOCK, SUMMARY = ".lock", "summary.json"
 
 
 class DamagedCheckpoint(UserError):
     """A file of a checkpoint does not have its digest."""
 
 
-def choose_out_dir(name: str, resume: bool) -> Path:
-    """Return the folder that --out-dir names, or without a name the next free out/001, out/002, ...
-    (with resume: the newest). Raise UserError if anything but this run is in it."""
-    if not name:
-        runs = [p.name for p in Path("out").glob("*") if re.fullmatch("[0-9]{3,9}", p.name)]
-        newest = max(map(int, runs), default=0)
-        name = f"out/{newest if newest and resume else newest + 1:03d}"
-    out_dir = Path(name)
-    if not os.path.lexists(out_dir):
-        return out_dir
-    if not out_dir.is_dir():
-        raise UserError(f"--out-dir {out_dir} is not a folder: name another")
-    log = out_dir / LOG
-    holds_run = bool(checkpoints(out_dir))
-    if holds_run and not resume:
-        raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
-    # A start that was stopped before its first checkpoint leaves these, or plot.py has drawn it.
-    unfinished = {path for path in out_dir.glob("step_[0-9]*.tmp") if path.is_dir()}
-    others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log, out_dir / "wandb"}
-    others -= set(out_dir.glob("curves*.png"))
-    if not holds_run and (out_dir / SUMS).exists() and (out_dir / "state.json").exists():
-        raise UserError(f"--out-dir {out_dir} is a checkpoint: name its run, {out_dir.parent}")
-    if others and not holds_run:
-        raise UserError(f"--out-dir {out_dir} holds {min(others).name} and no run: name a new one")
-    if log.is_symlink() or (log.exists() and not log.is_file()):
-        raise UserError(f"{log} is a link, or no file: remove it, or name another folder")
-    return out_dir
-
-
-def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
-    """Make the folder of a run, and lock it until this process ends. Raise UserError if another
-    run has it, or had it since it was looked at."""
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        sync(out_dir.parent)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"--out-dir {out_dir} belongs to a live run: name another") from None
-    except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
-        raise UserError(f"--out-dir can't be written or locked ({error}): name another") from error
-    if is_new and (out_dir / LOG).exists():
-        raise UserError(
-            f"--out-dir {out_dir} was taken by another run just now: name another folder"
-        )
-    for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # of a process that died
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def check_disk_space(out_dir: Path, model: GPT, keep: int):
-    """Raise UserError if the disk of out_dir, which may not exist yet, has no room for the
-    checkpoints that are to come: while one is written, `keep` older ones and the best are there."""
-    num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
-    # Weights and two moments in float32.
-    num_bytes = num_more * 12 * sum(p.numel() for p in model.parameters())
-    parents = [out_dir.absolute(), *out_dir.absolute().parents]
-    free = shutil.disk_usage(next(path for path in parents if path.exists())).free
-    if free < num_bytes:
-        room = f"{num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-        raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: name another disk")
-
-
-def read_summary(out_dir: Path) -> dict:
-    """Return what summary.json says; {} before the last evaluation, or if it can't be read."""
-    try:
-        return dict(json.loads((out_dir / SUMMARY).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def checkpoints(out_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run, newest first."""
-    pattern = re.compile(r"step_(\d{6}|[1-9]\d{6,17})", re.ASCII)
-    paths = [path for path in out_dir.glob("step_*") if pattern.fullmatch(path.name)]
-    return sorted(filter(Path.is_dir, paths), key=step_of, reverse=True)
-
-
 def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
-    """Write a checkpoint and return its folder. Raise DiskError if it can't be written."""
+    """Write a checkpoint, and return its folder. Raise DiskError if it can't be written."""
     path = out_dir / f"step_{state['step']:06d}"
     unfinished = path.with_name(f"{path.name}.tmp")
     tokenizer = load_tokenizer(state["tokenizer"])
@@ -138,7 +55,7 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
             (unfinished / name).write_bytes(content)
         save_file(pretrained.hf_weights(model), unfinished / "model.safetensors", {"format": "pt"})
         save_file(optimizer_tensors(model, optimizer), unfinished / "optimizer.safetensors")
-        for file in unfinished.glob("*.safetensors"):  # which only their owner may read
+        for file in unfinished.glob("*.safetensors"):  # save_file lets only the owner read them
             with suppress(OSError):  # some disks have no modes
                 shutil.copymode(unfinished / "state.json", file)
         with ThreadPoolExecutor() as pool:  # the two large files at the same time
@@ -157,7 +74,7 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
 
 
 def sync_and_sum(path: Path) -> str:
-    """Have the disk store a file, and return its line of SHA256SUMS."""
+    """Make the disk store a file, and return the file's line of SHA256SUMS."""
     with open(path, "rb+") as f:
         os.fsync(f.fileno())
         return f"{hashlib.file_digest(f, 'sha256').hexdigest()}  {path.name}\n"
@@ -181,11 +98,11 @@ def remove(path: Path):
 
 
 def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
-    """Remove all checkpoints but the newest `keep`, and the one with the best validation loss. One
-    that is newer than step is damaged: a resume has gone back before it."""
+    """Remove all checkpoints except the newest `keep`, and the one with the best validation loss. A
+    checkpoint beyond `step` is damaged: a resume went back before it."""
     good = [path for path in checkpoints(out_dir) if step_of(path) <= step]
     validated = [path for path in good if step_of(path) in val_losses]
-    # Of equal ones the first, as in finish, which names it.
+    # The first of equal ones, as in run.finish, which names it.
     best = min(reversed(validated), key=lambda path: val_losses[step_of(path)], default=None)
     for path in checkpoints(out_dir):
         if path not in good[:keep] and path != best:
@@ -193,8 +110,8 @@ def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
 
 
 def newest(out_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose digests are right, None if there is none. Name each
-    damaged one, and raise NoGoodCheckpoint if all are."""
+    """Return the newest checkpoint whose digests are right, or None if there is no checkpoint.
+    Print the name of each damaged one, and raise NoGoodCheckpoint if all are."""
     paths = checkpoints(out_dir)
     for path in paths:
         try:
@@ -227,36 +144,41 @@ def verify(path: Path):
 
 
 def read_state(path: Path) -> dict:
-    """Return what state.json of a verified checkpoint says. Raise UserError for another format."""
+    """Return the content of state.json in a verified checkpoint. Raise UserError for a format that
+    is too old."""
     state = json.loads((path / "state.json").read_bytes())
-    if state["format"] != FORMAT:
+    if state["format"] == 3:  # up to 2026-11-25
+        config = state["config"]
+        config["schedule"] = "cosine" if config["cosine"] else "constant"
+        state["micro_batch_size"] = config["micro_batch_size"]
+    elif state["format"] != FORMAT:
         raise UserError(f"another version of this code wrote {path}: use that version")
     return state
 
 
 def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
-    """Load the optimizer's state, but not its old options (rate, betas, decay), as PyTorch does."""
+    """Load the optimizer's state, but keep the present options (rate, betas, decay)."""
     names = {p: name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {names[p]: i for i, p in enumerate(params)}
-    state = {}
+    state: dict = {}  # by number, then by name
     for name, tensor in load_file(path / "optimizer.safetensors").items():
         param, _, key = name.rpartition(".")
         if param not in numbers:
             raise UserError(f"another version of this code wrote {path}: its optimizer has {name}")
-        state.setdefault(numbers[param], {})[key] = tensor.clone()  # not mapped from the file
+        state.setdefault(numbers[param], {})[key] = tensor.clone()  # not a mapping of the file
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 def check_saveable(model: GPT, tokenizer: str, path: Path):
-    """Raise an error unless the network can be saved and read: so a change to the code that can't
-    shows before the first step, not at the resume. path is for its message."""
+    """Raise an error unless the network reads back as it would be saved. A change of the code that
+    breaks this then shows before the first step, not at the resume. path is for the message."""
     settings = json.loads(as_json(pretrained.hf_config(model.config, tokenizer)))
     check_same(pretrained.from_hf(settings, pretrained.hf_weights(model), path), model)
 
 
 def check_readable(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
-    """Raise an error unless a checkpoint, read as a resume would read it, is what was saved."""
+    """Raise an error unless a checkpoint, read as a resume would read it, holds what was saved."""
     check_same(pretrained.read_hf(path), model)
     written = load_file(path / "optimizer.safetensors")
     for name, tensor in optimizer_tensors(model, optimizer).items():
@@ -273,18 +195,18 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
 
 
 def fingerprint_here(path: Path) -> str:
-    """Return what tells a checkpoint from others, as this rank's machine has it."""
+    """Return an identity of a checkpoint as this rank's machine has it."""
     try:
         names = sorted(file.name for file in path.iterdir())
         digests = (path / SUMS).read_bytes()
     except OSError as error:
         return str(error)
-    return hashlib.sha256(f"{names} {digests}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{names} {digests!r}".encode()).hexdigest()[:16]
 
 
 def find_weights(name: str) -> Path:
-    """Return where the weights that --init-from names are: in a run's newest good checkpoint, in a
-    file or folder, or in the cache of the Hugging Face hub."""
+    """Return the path of the weights that --init-from names: a run's newest good checkpoint, a file
+    or folder, or a folder in the cache of the Hugging Face hub."""
     if not os.path.lexists(name):
         folder = Path(name).parent
         others = [path.name for path in checkpoints(folder)]
@@ -301,13 +223,18 @@ def find_weights(name: str) -> Path:
     return path
 
 
-def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
-    """Return the network in a run's newest checkpoint, or whatever else --init-from takes, and its
-    tokenizer; None if that is not here. Raise UserError if there is no network, or a damaged one.
-    For notebooks: the trainer itself does not call it."""
-    path = find_weights(name)
+def open_model(path: Path) -> tuple[GPT, str]:
+    """Return the network in a checkpoint or another file or folder of weights, and the name of its
+    tokenizer. Raise UserError if there is no network, or a damaged one."""
     provide_vocab(path)
     source = pretrained.read(path)
     model = GPT(source.shape).eval()
     pretrained.load_weights(model, source)
-    return model, load_tokenizer(source.tokenizer)
+    return model, source.tokenizer
+
+
+def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
+    """Return the network in a run's newest checkpoint, or whatever else --init-from takes, and its
+    tokenizer, or None if that is not installed. For notebooks and scripts of your own."""
+    model, tokenizer = open_model(find_weights(name))
+    return model, load_tokenizer(tokenizer)

@@ -4,45 +4,63 @@ import argparse
 import difflib
 import re
 import shlex
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import field, fields
+from typing import Any, Literal
 
-from support.errors import UserError
+from support.ending import UserError
 
-# What a resumed run may do with a flag: see TrainConfig.
-KEEP, ROUNDS, FREE, ONCE = "keep", "rounds", "free", "once"
 INT_MAX = 2**31 - 1
+
+# What a resumed run does with another value of a flag:
+#     refuse       it would be another network, or other data
+#     inexact      allowed, and said: the last bits of the result may change
+#     allow        allowed, and said
+#     per command  the flag belongs to one command, and is not kept
+OnResume = Literal["refuse", "inexact", "allow", "per command"]
 
 
 def flag(  # noqa: PLR0913
-    default,
+    default: Any,
     description: str,
-    on_resume: str = FREE,
-    *,
+    on_resume: OnResume = "allow",
+    choices: Iterable[str] | None = None,
     min: float = 0,  # noqa: A002
     max: float = INT_MAX,  # noqa: A002
-    choices: tuple | dict | None = None,
     group: str = "",
-):
-    """Declare a dataclass field that is a flag. The first flag of a group in --help names it."""
+) -> Any:
+    """Declare a dataclass field that is a flag. The first flag of a group in --help names it. The
+    group "argument" is for a field that is typed without a name, and may be left out."""
     metadata = {"help": description, "min": min, "max": max, "choices": choices}
     return field(default=default, metadata=metadata | {"on_resume": on_resume, "group": group})
 
 
 def spell(name: str) -> str:
-    """Return the flag of a field as it is typed: out_dir -> --out-dir."""
+    """Return the flag of a field as the user types it: out_dir -> --out-dir."""
     return "--" + name.replace("_", "-")
 
 
 def typed_as(name: str, value) -> str:
-    """Return how a flag with this value is typed: --no-compile, --steps 50, --prompt 'def '."""
+    """Return a flag with its value as the user types it: --no-compile, --steps 50."""
     if isinstance(value, bool):
         return spell(name) if value else f"--no-{spell(name)[2:]}"
     return f"{spell(name)} {shlex.quote(str(value))}"
 
 
+def flags_in_group(kind: type, name: str) -> list[str]:
+    """Return the names of the flags in one group of --help."""
+    group = ""
+    names = []
+    for f in fields(kind):
+        group = f.metadata["group"] or group
+        if group == name:
+            names.append(f.name)
+    return names
+
+
 def check_limits(kind: type, values: dict):
-    """Raise UserError if one of these values of kind's flags is out of its range."""
+    """Raise UserError if a value of one of kind's flags is out of its range."""
     for f in fields(kind):
         value, low, high = values.get(f.name), f.metadata["min"], f.metadata["max"]
         if isinstance(value, int | float) and not low <= value <= high:  # nan is in no range
@@ -53,9 +71,9 @@ def check_limits(kind: type, values: dict):
 class OneLineParser(argparse.ArgumentParser):
     """Raises UserError with a cure where argparse would print its usage and exit."""
 
-    synonyms: dict[str, str]  # what the flags of other programs are called here
+    synonyms: dict[str, str]  # flags of other programs, and what to type instead
 
-    def error(self, message: str):
+    def error(self, message: str):  # type: ignore[override]  # argparse's never returns either
         switch = re.match("argument (--.+)/(--no-.+): ignored explicit", message)
         if switch:
             raise UserError(f"{switch[1]} is a switch: type it, or {switch[2]}")
@@ -77,7 +95,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def default_text(name: str, default, recipes: dict[str, dict]) -> str:
-    """Return a flag's default, and the other ones that recipes have: "50; nano 1200"."""
+    """Return a flag's default, and those of the recipes that have another: "50; nano 1200"."""
     texts = ["none" if default in ("", ()) else str(default)]
     for recipe, values in recipes.items():
         if values.get(name, default) != default:
@@ -86,7 +104,7 @@ def default_text(name: str, default, recipes: dict[str, dict]) -> str:
 
 
 def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) -> dict:
-    """Return the flags of kind that a command line gives, by field name, each within its limits.
+    """Return the flags of kind that a command line has, by field name, each within its limits.
     --help begins with the first line of doc and ends with the others. recipes give some flags other
     defaults. nanoGPT's spelling works too: --batch_tokens=4096 --compile=False."""
     description, _, epilog = doc.partition("\n")
@@ -94,8 +112,13 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False
     parser.synonyms = synonyms
-    group = parser
+    group: argparse._ActionsContainer = parser
     for f in fields(kind):
+        text = f.metadata["help"]
+        if f.metadata["group"] == "argument":
+            parser.usage = f"%(prog)s [{f.name}] [flags]"
+            parser.add_argument(f.name, nargs="?", default=argparse.SUPPRESS, help=text)
+            continue
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
         options = {"type": f.type, "choices": f.metadata["choices"]}
@@ -103,10 +126,9 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
             options = {"action": argparse.BooleanOptionalAction}
         elif f.type is tuple:
             options = {"nargs": "+"}
-        text = f.metadata["help"]
         if "(default: " not in text:
             text += f" (default: {default_text(f.name, f.default, recipes)})"
-        # SUPPRESS, so that only what was typed is in the result.
+        # SUPPRESS keeps defaults out of the result: it has what was typed, and nothing else.
         group.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **options)
     typed = vars(parser.parse_args([as_argparse_has_it(arg) for arg in argv]))
     check_limits(kind, typed)

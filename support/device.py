@@ -1,4 +1,4 @@
-"""What this machine can do: its speed-ups, its memory, its own speed, and its name for the log."""
+"""What this machine has: its speed-ups, its speed, its settings, and its name for the log."""
 
 import ctypes
 import math
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from support.errors import UserError
+from support.ending import UserError
 
-# Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets, by how a card's name begins.
+# Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets, by the start of a card's name.
 PEAK_TFLOPS = {
     "NVIDIA H200": 989,
     "NVIDIA H100 PCIe": 756,
@@ -32,14 +33,14 @@ CPUINFO = Path("/proc/cpuinfo")
 REPO = Path(__file__).parent.parent
 
 
-def speed_ups_off(device: torch.device, model: str, seq_len: int, typed: dict) -> dict[str, str]:
-    """Return the speed-ups that are off on this device unless they are typed, and why. Raise
-    UserError if one is typed that is not available."""
-    off = {}  # reasons
-    cures = {}  # of those that are not available at all: what to do instead
+def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping) -> dict[str, str]:
+    """Return the speed-ups that this device does without unless they are asked for, and why. Raise
+    UserError if one is asked for that is not available."""
+    off = {}  # reasons by name
+    cures = {}  # what to do instead, for those that are not available at all
     is_cuda = device.type == "cuda"
     is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4, a V100
-    # A CPU's instructions for bfloat16, as Linux names them: avx512_bf16, amx_bf16, or bf16 of an
+    # A CPU's instructions for bfloat16, as Linux names them: avx512_bf16, amx_bf16, and bf16 on an
     # Arm. On two cores of an AMD EPYC with AVX512-BF16 a step of nano takes 46 ms with bfloat16 and
     # plain attention, 72 with flash attention, and 95 in float32.
     has_instructions = device.type == "cpu" and re.search(r"\w*bf16\b", cpuinfo())
@@ -52,28 +53,26 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, typed: dict) -
         cures["bf16"] = "use --fp16"
     elif not is_cuda and not has_instructions:
         off["bf16"] = "gains nothing: this processor has no instructions for it"
-    # PyTorch's flash attention for CPUs is slow in bfloat16. Plain and flash, ms of a step of 124M
-    # with 1,024 tokens there: T 256 1215 to 1244, 1313 to 1457; T 1024 1385 to 1535, 1541 to 1561.
-    # Beyond 512 the memory of plain attention's weights is worth more.
-    has_bf16 = typed.get("bf16", "bf16" not in off) and not typed.get("fp16")
+    # PyTorch's flash attention for CPUs is slow in bfloat16. On that EPYC a step of 124M with 1,024
+    # tokens takes, with plain and with flash attention: T 256 1215 to 1244 and 1313 to 1457 ms;
+    # T 1024 1385 to 1535 and 1541 to 1561 ms. Beyond 512 plain attention needs too much memory.
+    has_bf16 = asked.get("bf16", "bf16" not in off) and not asked.get("fp16")
     if has_bf16 and has_instructions and seq_len <= 512:
         off["flash"] = "is slower in bfloat16 on a CPU, up to a --seq-len of 512"
     if not is_cuda or model == "nano":
         off["compile"] = "takes longer than it saves without a GPU, or for nano"
-    if typed.get("compile", "compile" not in off):
+    if asked.get("compile", "compile" not in off):
         failure = why_not_compile(device)
         if failure:
             off["compile"], cures["compile"] = failure
     for name, cure in cures.items():
-        if typed.get(name) and typed.get("speed_ups") == name:
-            raise UserError(f"--speed-ups {name} {off[name]}: {cure}, or name another one")
-        if typed.get(name):
+        if asked.get(name):
             raise UserError(f"--{name} {off[name]}: {cure}")
-    return {name: reason for name, reason in off.items() if name not in typed}
+    return {name: reason for name, reason in off.items() if name not in asked}
 
 
 def why_not_compile(device: torch.device) -> tuple[str, str] | None:
-    """Try torch.compile on a small function. Return why it fails here, and a cure, or None."""
+    """Try torch.compile on a small function. Return why it fails, and a cure; None if it works."""
     x = torch.randn(8, 8, device=device, requires_grad=True)
     try:
         torch.compile(nn.GELU(), dynamic=False)(x).sum().backward()
@@ -96,13 +95,19 @@ def check_torch(version: str):
 
 def set_environment():
     """Set what torch reads once, before the first tensor or compilation."""
-    # Huge pages for large tensors: 3 % of a step of 124M on a CPU.
+    # Huge pages for large tensors make a step of 124M on a CPU 3 % faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # tanh made of exponentials in code compiled for a CPU: 8 % of a compiled step of nano, with an
+    # tanh made of exponentials makes a step of nano, compiled for a CPU, 8 % faster, with an
     # absolute error of 2e-7.
     os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
         sys.stdout.reconfigure(errors="replace")
+
+
+def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """Speed-up 2: return a context in which matrix products and attention use dtype; sums, norms
+    and the loss stay float32. With float32 it does nothing."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def set_determinism(enabled: bool, is_compiled: bool):
@@ -111,15 +116,16 @@ def set_determinism(enabled: bool, is_compiled: bool):
         torch.use_deterministic_algorithms(enabled)
     else:  # the same, without importing Inductor, which takes 0.2 s
         torch.set_deterministic_debug_mode("error" if enabled else "default")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it serves to find bugs
+    # Memory that nothing has written to is only filled to find bugs.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if enabled:  # cuBLAS is deterministic with a workspace of fixed size only
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def set_allocator(keep_freed: bool):
-    """On a CPU, let glibc keep large freed tensors for the next ones, or return each to the system,
-    its default. The system then clears every page anew: a sixth of a step of GPT-2 124M. What glibc
-    keeps has gaps, so where memory is short, it should not."""
+    """Make glibc keep large freed tensors for the next ones, or return each to the system, which is
+    its default. The system clears every page that it hands out again: a sixth of a step of GPT-2
+    124M on a CPU. But what glibc keeps has gaps, so it should not where memory is short."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
@@ -131,40 +137,13 @@ def set_allocator(keep_freed: bool):
         mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, bytes: each larger tensor gets one
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the memory was too small. PyTorch has a class for some of it; its allocators
-    for CPUs and Macs, cuBLAS, cuDNN, CUDA and NCCL only have words."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    pattern = "(?i)out of memory|ALLOC(ATION)?_FAILED|Failed to CUDA [cm]alloc|buffer size"
-    pattern += "|t allocate memory|not enough memory"
-    return isinstance(error, RuntimeError) and bool(re.search(pattern, str(error)))
-
-
-def empty_cache():
-    """Give the memory that PyTorch keeps for later back to the GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def optimizer_memory(model: nn.Module) -> list[torch.Tensor]:
-    """Return tensors as large as the gradients, and AdamW's two moments (Muon has one)."""
-    params = list(model.parameters())
-    num_moments = 2 * sum(p.numel() for p in params)
-    # In one piece: what a CPU's allocator keeps of it has room for huge pages. In many pieces, the
-    # first step of 124M took a quarter of a second longer.
-    moments = torch.empty(num_moments, device=params[0].device)
-    return [moments, *map(torch.empty_like, params)]
-
-
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Return this device's TFLOP/s in square matrix products."""
     n = {"cuda": 8192, "mps": 4096}.get(device.type, 1024)
     num_products = 2 if device.type == "cpu" else 20  # a GPU would idle at each wait
     a = torch.randn(n, n, device=device, dtype=dtype)
     (a @ a)[0, 0].item()
-    best = math.inf  # s, of several times, since others may use the machine meanwhile
+    best = math.inf  # s, over several tries: other programs may use the machine meanwhile
     deadline = time.perf_counter() + 0.25
     while best == math.inf or time.perf_counter() < deadline:
         start = time.perf_counter()
@@ -176,7 +155,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_tflops(name: str) -> float | None:
-    """Return the data sheet's TFLOP/s of the GPU with this name, None if it is not listed."""
+    """Return the TFLOP/s in the data sheet of the GPU with this name; None if it is not listed."""
     for prefix, peak in PEAK_TFLOPS.items():
         if re.match(rf"{prefix}\b(?! Ti| Laptop)", name):
             return peak
@@ -184,7 +163,7 @@ def peak_tflops(name: str) -> float | None:
 
 
 def peak_memory_mib(device: torch.device) -> float | None:
-    """Return the peak of a GPU's memory, or of this process where the device has none."""
+    """Return the peak of the GPU's memory; without a GPU, that of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     if sys.platform == "win32":
@@ -196,13 +175,13 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 
 def cpuinfo() -> str:
-    """Return what Linux says about the processor; nothing on other systems."""
+    """Return what Linux says about the processor, or nothing on other systems."""
     return CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or else the processor and which of its instructions PyTorch uses:
-    both may change the last bits of a sum. Linux has numbers instead of a name for an Arm."""
+    """Return the name of the GPU, or else the processor and the instructions that PyTorch uses on
+    it: both may change the last bits of a sum. For an Arm, Linux has numbers instead of a name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names = r"^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)"
@@ -212,7 +191,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dict:
-    """Return what a result and its speed depend on besides the flags."""
+    """Return what a result and its speed depend on, besides the flags."""
     return {
         "commit": commit(),
         "torch": str(torch.__version__),
@@ -228,10 +207,9 @@ def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dic
 
 
 def commit() -> str:
-    """Return the commit of this program, with "-dirty" behind it if files differ from it; empty
-    without git, or where the program was copied into another repository, whose commit says nothing
-    about it."""
-    # --git-dir, since in a git hook GIT_DIR names another repository.
+    """Return the commit of this program, followed by "-dirty" if files differ from it. Return ""
+    without git, and where the program lies in another repository, whose commit says nothing."""
+    # --git-dir, because inside a git hook GIT_DIR names another repository.
     command = ["git", "--git-dir", str(REPO / ".git"), "--work-tree", str(REPO)]
     command += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,8 +1,10 @@
-"""Evaluation: the units of a validation loss; questions: read, scored and counted."""
+"""Evaluation: validation, samples and questions, for a run and for finished weights."""
 
+import codecs
 import json
 import math
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -13,27 +15,96 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
-from dataloader import VOCAB_SIZES
+from config import TrainConfig
+from dataloader import VOCAB_SIZES, ShardLoader, TokenFolder
 from model import ANY_SHAPE, GPT
-from support.errors import UserError, reset_watchdog
-from support.tokenizer import Tokenizer, require_tokenizer
+from support import log
+from support.device import autocast
+from support.ending import UserError, reset_watchdog
+from support.fit import pass_fits
+from support.ranks import World
+from support.tokenizer import Tokenizer, require_tokenizer, token_lengths
 
 
 @contextmanager
-def dropout_off(net: nn.Module):
-    """Inside, net drops no activations. Without dropout its mode is left alone: a compiled net
-    would be compiled anew for each change."""
+def eval_mode(net: nn.Module) -> Iterator[None]:
+    """Put net into evaluation mode, without dropout for instance, and back into its old mode at the
+    end."""
     was_training = net.training
-    if any(isinstance(module, nn.Dropout) and module.p for module in net.modules()):
-        net.eval()
+    net.eval()
     try:
         yield
     finally:
         net.train(was_training)
 
 
+def random_seed(*numbers: int) -> int:
+    """Return a seed for torch that depends on all of these numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+def to_device(batch: tuple, device: torch.device) -> tuple:
+    # The loader pins memory for CUDA, which then copies it while it computes.
+    non_blocking = device.type == "cuda"
+    return tuple(tensor.to(device, non_blocking=non_blocking) for tensor in batch)
+
+
+class Example(NamedTuple):
+    """A question in tokens: uint16 arrays, none of them empty."""
+
+    context: np.ndarray
+    choices: list[np.ndarray]
+    num_chars: list[int]  # of each choice, without the space before it
+    label: int  # which choice is right
+
+
+@torch.no_grad()
+def validate(
+    net: nn.Module,
+    model: GPT,
+    loader: ShardLoader,
+    tokenizer: str,
+    config: TrainConfig,
+    world: World,
+) -> dict[str, float]:
+    """Return the mean loss over the first --eval-tokens tokens of loader, in several units. These
+    are the same tokens for any micro-batch size and number of ranks."""
+    # The ranks take the sequences in turn. Their shares differ by one at most, and the sum does not
+    # depend on the number of ranks.
+    num_sequences = num_val_sequences(config, loader)
+    numbers_of_rank = range(world.rank, num_sequences, world.size)
+    lengths = token_lengths(tokenizer)
+    num_bytes = 0  # of the text that the targets stand for
+    loss_sum = torch.zeros((), device=world.device)
+    starts = range(0, len(numbers_of_rank), loader.B)
+    with eval_mode(net):
+        for start in log.progress(starts, "validation", world.is_main):
+            reset_watchdog()
+            numbers = numbers_of_rank[start : start + loader.B]
+            batch = loader.batch(numbers)
+            if lengths is not None:
+                num_bytes += int(lengths[batch[1].numpy()].sum())
+            x, y = to_device(batch, world.device)
+            # net is compiled for full batches. A shorter last one goes through the plain model.
+            is_full = len(numbers) == loader.B
+            with autocast(config.dtype, world.device):
+                loss = net(x, y) if is_full else model(x, y)
+            loss_sum += loss * len(numbers)
+    val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
+    # Bytes are gathered as integers, because the float32 of an all-reduce is exact only to 2**24.
+    # On another machine a rank may have no tokenizer to count with.
+    counts = world.gather(None if lengths is None else num_bytes)
+    known = [count for count in counts if count is not None]
+    total_bytes = sum(known) if len(known) == len(counts) else 0
+    return in_units(val_loss, total_bytes / (num_sequences * loader.T))
+
+
+def num_val_sequences(config: TrainConfig, loader: ShardLoader) -> int:
+    return max(1, min(config.eval_tokens // loader.T, len(loader)))
+
+
 def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
-    """Return a loss in nats per token, and in other units; bytes_per_token is 0 if not known."""
+    """Return a loss in nats per token, and in other units. bytes_per_token is 0 if unknown."""
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
     if bytes_per_token:
         figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
@@ -49,21 +120,71 @@ def in_words(figures: dict[str, float]) -> str:
     return ", ".join(texts)
 
 
-# ---- Multiple-choice questions: JSON lines as HellaSwag's, or as ARC's in Hugging Face's layout --
+def evaluate_weights(
+    model: GPT, data: TokenFolder, questions: list[Example], config: TrainConfig, world: World
+) -> str:
+    """Return the loss over --eval-tokens, and the shares of right answers to --hellaswag, in words:
+    what --eval-only prints."""
+    # Enough to keep a device busy, if it fits.
+    B = 32 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
+    with torch.no_grad():
+        while B > 1 and not pass_fits(model, B, config, world):
+            B //= 2
+    loader = ShardLoader(data.val, B, config.seq_len, world.rank, world.size)
+    figures: dict[str, float] = {}
+    if config.eval_tokens:
+        figures |= validate(model, model, loader, data.tokenizer, config, world)
+    if questions:
+        figures |= answers(model, questions, config, world)
+    text = in_words(figures) or "nothing to do: add --eval-tokens or --hellaswag"
+    if config.eval_tokens:
+        text = f"{num_val_sequences(config, loader) * loader.T:,} validation tokens: {text}"
+    return text
 
 
-class Example(NamedTuple):
-    """A question in tokens: uint16 arrays, none empty."""
+def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) -> Iterator[str]:
+    """Yield sample `number` piece by piece: the prompt, and what the network continues it with. Its
+    random numbers depend on the seed and the number alone."""
+    tokenizer = require_tokenizer(tokenizer_name)
+    size = model.config.vocab_size
+    device = model.lm_head.weight.device
+    # A generator of its own: a run's samples do not depend on when they are drawn.
+    rng = torch.Generator(device).manual_seed(random_seed(config.seed, number))
+    # Every document begins with <|endoftext|>, and so does a sample without a prompt.
+    ids = tokenizer.encode(config.prompt) or [min(VOCAB_SIZES[tokenizer_name], size) - 1]
+    if max(ids) >= size:
+        raise UserError(f"--prompt: token {max(ids)}, the network knows 0 to {size - 1}")
+    yield config.prompt
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
+    beginning = torch.tensor([ids], device=device)
+    tokens = model.generate(beginning, rng, config.temperature, config.top_k)
+    for _ in range(config.sample_tokens):
+        reset_watchdog()
+        # Not around the yield, where it would also hold for the code that reads this.
+        with autocast(config.dtype, device):
+            token = int(next(tokens))
+        yield decoder.decode(tokenizer.token_bytes(token))
+    yield decoder.decode(b"", final=True)
 
-    context: np.ndarray
-    choices: list[np.ndarray]
-    num_chars: list[int]  # of each choice, less the space before it
-    label: int  # which choice is right
+
+def samples(model: GPT, tokenizer: str, config: TrainConfig) -> str:
+    """Return the samples of an evaluation as one text."""
+    texts = []
+    try:
+        with eval_mode(model):
+            for number in range(config.num_samples):
+                texts.append("".join(sample(model, tokenizer, config, number)))
+    except (FloatingPointError, UserError) as error:
+        texts.append(f"(no sample: {error})")  # no reason to end a run
+    return "\n---\n".join(texts)
+
+
+# ---- Multiple-choice questions: JSON lines like HellaSwag's, or like ARC's on the hub ------------
 
 
 def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
-    """Return the questions in path, none without a path. Raise UserError with the line that is not
-    a question, or if the network does not know the tokens."""
+    """Return the questions in a file, or [] without a path. Raise UserError with the line that is
+    no question, or if the network does not know the tokens."""
     if not path:
         return []
     codec = require_tokenizer(tokenizer)
@@ -88,12 +209,13 @@ def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
 
 
 def as_example(record: dict, codec: Tokenizer) -> Example:
-    """Return a record in tokens: of its context, and of a space and each choice, as in llm.c."""
+    """Return a record in tokens: its context, and each choice with a space before it, as in
+    llm.c."""
     if "endings" in record:
         context, choices = record["ctx"], record["endings"]
         label = int(str(record["label"]))  # a number in HellaSwag's files, text in Hugging Face's
     else:
-        # The words around ARC's questions are lm-evaluation-harness's.
+        # lm-evaluation-harness puts ARC's questions in these words.
         context, choices = f"Question: {record['question']}\nAnswer:", record["choices"]["text"]
         label = record["choices"]["label"].index(record["answerKey"])
     if not (context and all(choices) and 0 <= label < len(choices) >= 2):
@@ -103,16 +225,29 @@ def as_example(record: dict, codec: Tokenizer) -> Example:
     return Example(tokens[0], tokens[1:], [len(choice) for choice in choices], label)
 
 
+def answers(
+    model: GPT, examples: list[Example], config: TrainConfig, world: World
+) -> dict[str, float]:
+    """Return the shares of right answers, counted in three ways. The ranks share the work."""
+    examples_of_rank = examples[world.rank :: world.size]
+    with eval_mode(model), autocast(config.dtype, world.device):
+        losses = choice_losses(model, examples_of_rank, world.device)
+    shares = {}
+    for name, count in right_answers(examples_of_rank, losses).items():
+        shares[f"hellaswag_{name}"] = sum(world.gather(count)) / len(examples)
+    return shares
+
+
 @torch.no_grad()
 def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> list[np.ndarray]:
-    """Return for each example the summed loss of each choice's tokens, in nats."""
-    texts = []  # of each choice: context and choice, and how many tokens the choice has
+    """Return for each example the loss of each choice, summed over its tokens, in nats."""
+    texts = []  # for each choice: context and choice, and how many tokens the choice has
     for example in examples:
         for choice in example.choices:
             tokens = np.concatenate([example.context, choice]).astype(np.int64)
             texts.append((tokens, len(choice)))
     losses = np.zeros(len(texts))
-    # Texts of similar length share a pass, since all are padded to the longest: the last one.
+    # Texts of similar length share a pass, because all are padded to the longest, the last one.
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
     tokens_per_pass = 16384 if device.type == "cuda" else 2048
     while order:
@@ -126,7 +261,7 @@ def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> 
 
 
 def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tensor:
-    """Return for each text the summed loss of its last tokens, the answer: (len(texts),). A text
+    """Return for each text the loss of its answer, the last tokens, summed: (len(texts),). A text
     that is too long for the network loses its beginning."""
     inputs, targets = [], []
     for tokens, num_answer_tokens in texts:
@@ -138,19 +273,19 @@ def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tenso
         x = model.features(padded)  # (B, T, C)
     counts = [len(answer) for answer in targets]
     # Only the answers' positions go through the head.
-    answers = []
+    answer_features = []
     for b, num_answer_tokens in enumerate(counts):
         end = len(inputs[b])
-        answers.append(x[b, end - num_answer_tokens : end])
-    logits = model.head(torch.cat(answers)).float()
+        answer_features.append(x[b, end - num_answer_tokens : end])
+    logits = model.head(torch.cat(answer_features)).float()
     losses = F.cross_entropy(logits, torch.cat(targets), reduction="none")
     return torch.stack([part.sum() for part in losses.split(counts)])
 
 
 def right_answers(examples: list[Example], losses: list[np.ndarray]) -> dict[str, int]:
-    """Return in how many examples the likeliest choice is right: acc by the sum of a choice's
-    log-probabilities; acc_norm per character, as in the lm-evaluation-harness; acc_norm_tokens per
-    token, as in llm.c and build-nanogpt."""
+    """Return in how many examples the likeliest choice is right, by a choice's log-probability: acc
+    takes the sum; acc_norm divides it by the characters, as the lm-evaluation-harness does;
+    acc_norm_tokens by the tokens, as llm.c and build-nanogpt do."""
     right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
     for example, sums in zip(examples, losses, strict=True):
         num_tokens = [len(choice) for choice in example.choices]

@@ -11,13 +11,13 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from support.errors import DISK_ERRNOS, UserError
+from support.ending import DISK_ERRNOS, UserError
 
 PIECE = 1 << 18  # bytes of text that are read at a time
 RECORDS = re.compile(r"\.(jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$")
@@ -32,20 +32,20 @@ def standard_library() -> list[str]:
     return [f for f in files_in([root]) if f.endswith(".py") and "-packages" not in f[len(root) :]]
 
 
-def files_in(inputs: list[str]) -> list[str]:
+def files_in(inputs: Iterable[str]) -> list[str]:
     """Return the files that inputs name, each once; those of a folder or pattern sorted, without
     hidden ones. Links to folders are not followed. Raise UserError for a name of no file."""
-    files = {}
+    files: dict[str, str] = {}  # by their real path, so that each comes once
     for name in inputs:
         path = Path(name)
-        tops = [name]
+        tops = [path]
         if not os.path.exists(name):
             with suppress(ValueError, OSError):  # not a valid pattern, or too long a name
                 # Unlike glob's, pathlib's ** does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         candidates = [str(top) for top in tops]
         for top in tops:
-            for folder, names, children in os.walk(top):
+            for folder, names, children in os.walk(str(top)):
                 names[:] = [child for child in names if child[0] != "."]  # .git holds many files
                 candidates += [os.path.join(folder, child) for child in children]
         has_files = False
@@ -86,10 +86,10 @@ class Reader:
                     raise
                 raise UserError(f"--input {file} can't be read: {error}") from error
 
-    def documents_in(self, raw: io.BufferedReader) -> Iterator[tuple[int, BinaryIO]]:
+    def documents_in(self, raw: BinaryIO) -> Iterator[tuple[int, BinaryIO]]:
         match = RECORDS.search(raw.name.lower())
         kind, packing = match.groups() if match else ("", None)
-        stream = raw
+        stream: Any = raw
         if packing == ".gz":
             stream = gzip.GzipFile(fileobj=raw)
         elif packing == ".zst":

@@ -7,61 +7,63 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from support.distributed import World
+from support.ranks import World
 
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2
-RMS = 0.2  # of AdamW's updates, as Liu et al. measured it
-# Entries that a rank makes orthogonal at a time: 128 MiB in float32, and six times that meanwhile.
+RMS = 0.2  # target size of an update: AdamW's typical value (Liu et al.)
+# Entries that a rank makes orthogonal at a time: 128 MiB in float32, plus six times that in use.
 MAX_ENTRIES = 1 << 25
 
 
 class Matrix(NamedTuple):
-    """A matrix with its gradient and its state, which may be views into larger tensors."""
+    """A matrix with its gradient and its state. They may be views into larger tensors."""
 
-    weight: Tensor  # (rows, columns), as the next two
-    grad: Tensor
-    momentum: Tensor
-    row_moment: Tensor  # (rows, 1): the mean square of a row's updates, as a running mean
+    weight: Tensor  # (rows, columns)
+    grad: Tensor  # (rows, columns)
+    momentum: Tensor  # (rows, columns)
+    row_moment: Tensor  # (rows, 1): running mean of the squares of each row's updates
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """AdamW for the parameters in groups, except for those in matrices, which Muon updates. Muon
-    (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces a matrix of momentum by
-    the nearest orthogonal one. As in NorMuon (Li et al. 2025, arXiv 2510.05491), each row, which
-    belongs to one neuron, is then divided by the root mean square of its past updates. Last, the
-    update is scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"),
-    so one learning rate serves both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
+    """Muon for the matrices that it is given, AdamW for all other parameters.
+
+    Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
+    matrix by the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), each
+    row, which belongs to one neuron, is then divided by the root mean square of its past updates.
+    Last, the update is scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
+    training"), so that one learning rate serves both:
+    p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
-        """Prepare the update of matrices: pairs of a parameter and the number of matrices that are
-        stacked in it. With bf16 they are made orthogonal in bfloat16, and the ranks of world
-        share that work. groups and options are AdamW's."""
+        """Take AdamW's groups and options, and the matrices: pairs of a parameter and the rows of
+        each matrix that is stacked in it. They are made orthogonal in bfloat16 if bf16 is set, and
+        the ranks of world share that work."""
         super().__init__(groups, **options)
         self.matrices = matrices
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.world = world
 
     def __setstate__(self, state: dict):
-        # Called by load_state_dict. AdamW's own would look for a step of each parameter.
+        # load_state_dict calls this. AdamW's own version expects a step count for each parameter.
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self):
         by_shape = defaultdict(list)
-        for p, num_stacked in self.matrices:
+        for p, rows in self.matrices:
             state = self.state[p]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
                 state["row_moment"] = p.new_zeros(len(p), 1)
-            weights = p.chunk(num_stacked)  # views, as the next three
-            grads = p.grad.chunk(num_stacked)
-            momenta = state["momentum_buffer"].chunk(num_stacked)
-            row_moments = state["row_moment"].chunk(num_stacked)
+            weights = p.split(rows)  # views, as are the next three
+            grads = p.grad.split(rows)
+            momenta = state["momentum_buffer"].split(rows)
+            row_moments = state["row_moment"].split(rows)
             for views in zip(weights, grads, momenta, row_moments, strict=True):
                 matrix = Matrix(*views)
                 by_shape[matrix.weight.shape].append(matrix)
-            p.grad = None  # so that AdamW skips it
+            p.grad = None  # which makes AdamW skip it
         super().step()
         for shape, matrices in by_shape.items():
             batch_size = max(1, MAX_ENTRIES // shape.numel()) * self.world.size
@@ -86,8 +88,8 @@ class MuonAdamW(torch.optim.AdamW):
             m.weight.mul_(1 - lr * weight_decay).sub_(update)
 
     def orthogonal(self, tensors: list[Tensor]) -> Tensor:
-        """Return tensors of one shape made orthogonal, (n, rows, columns) float32. Each rank
-        computes a share of them, and gets the others' from them."""
+        """Return tensors of one shape made orthogonal: (n, rows, columns) float32. Each rank
+        computes a share of them, and the ranks exchange the results."""
         size = self.world.size
         if size == 1:
             return orthogonalize(torch.stack(tensors), self.dtype).float()
@@ -98,14 +100,14 @@ class MuonAdamW(torch.optim.AdamW):
         if mine:
             result = orthogonalize(torch.stack(mine), self.dtype)
             results[self.world.rank, : len(mine)] = result
-        self.world.gather_shares(results)
+        self.world.gather_rows(results)
         return results.flatten(0, 1)[: len(tensors)].float()
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return, for matrices (n, rows, columns), roughly the nearest ones whose singular values are
-    all 1, in dtype. Five steps of a Newton-Schulz iteration; the coefficients are Jordan's. In
-    float32, singular values above a 500th of the matrix's norm end between 0.68 and 1.21."""
+    """Return roughly the nearest matrices whose singular values are all 1: (n, rows, columns) in
+    dtype. Five steps of a Newton-Schulz iteration, with Jordan's coefficients. In float32, singular
+    values above a 500th of the matrix's norm end between 0.68 and 1.21."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if is_tall else matrices
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)

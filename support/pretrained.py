@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dataloader import VOCAB_SIZES
 from model import GPT, GPTConfig
-from support.errors import UserError
+from support.ending import UserError
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores them as (in, out)
 HUB_FILES = ["config.json", "*.safetensors", "merges.txt", "vocab.json"]
@@ -51,8 +51,8 @@ def load_weights(model: GPT, source: Pretrained):
     """Copy the weights of source into model, which may have fewer positions, and padded rows: those
     are 0. source is empty afterwards."""
     weights, source.weights = source.weights, {}
-    for name, p in model.named_parameters():
-        p = p.detach()
+    for name, param in model.named_parameters():
+        p = param.detach()
         tensor = weights[name][: len(p)]
         p[: len(tensor)].copy_(tensor)
         p[len(tensor) :].zero_()
@@ -61,8 +61,8 @@ def load_weights(model: GPT, source: Pretrained):
 def hf_weights(model: GPT) -> dict[str, Tensor]:
     """Return the weights as Hugging Face names and lays them out, without padding, on the CPU."""
     weights = {}
-    for name, p in model.named_parameters():
-        p = p.detach().cpu()  # a transposed copy might not fit on a GPU
+    for name, param in model.named_parameters():
+        p = param.detach().cpu()  # a transposed copy might not fit on a GPU
         if name == WTE:
             p = p[: model.config.vocab_size]
         weights[name] = p.t().contiguous() if name.endswith(CONV1D) else p
@@ -72,7 +72,7 @@ def hf_weights(model: GPT) -> dict[str, Tensor]:
 def hf_config(config: GPTConfig, tokenizer: str) -> dict:
     """Return what config.json says: a GPT-2 for Hugging Face's tools, and our own shape."""
     shape = asdict(config)
-    settings = {name: values[0] for name, values in HF_SETTINGS.items()}
+    settings: dict = {name: values[0] for name, values in HF_SETTINGS.items()}
     settings |= {theirs: shape[ours] for ours, theirs in HF_SHAPE.items()}
     settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     settings["n_ctx"] = config.seq_len  # llama.cpp's converter asks for it
@@ -205,6 +205,6 @@ def read_file(path: Path) -> dict:
     if path.suffix == ".safetensors":
         return load_file(path)
     # build-nanogpt's hold an object of its own class: its numbers are read, not its code.
-    stand_ins = [(SimpleNamespace, "__main__.GPTConfig"), (SimpleNamespace, "model.GPTConfig")]
+    stand_ins: list = [(SimpleNamespace, f"{file}.GPTConfig") for file in ("__main__", "model")]
     with torch.serialization.safe_globals(stand_ins):
         return torch.load(path, "cpu", weights_only=True)

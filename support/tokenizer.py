@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dataloader import VOCAB_SIZES
-from support.errors import DISK_ERRNOS, UserError
+from support.ending import DISK_ERRNOS, UserError
 from support.files import whole_file
 
 VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -24,19 +24,15 @@ VOCAB_SHA256 = (  # as in tiktoken_ext/openai_public.py
 END_OF_TEXT = "<|endoftext|>"  # the last id of both, before each document
 
 
-class Tokenizer:
-    """What the two tokenizers share."""
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens. Bytes that are no whole character become U+FFFD."""
-        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
-
-
-class ByteTokenizer(Tokenizer):
+class ByteTokenizer:
     """Each byte of UTF-8 is a token; 256 is <|endoftext|>."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens. Bytes that are no whole character become U+FFFD."""
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def encode_bytes(self, text: bytes) -> np.ndarray:  # of any bytes, uint8
         return np.frombuffer(text, np.uint8)
@@ -74,7 +70,7 @@ class ByteTokenizer(Tokenizer):
         return {"tokenizer.json": as_json(tokenizer), "tokenizer_config.json": as_json(config)}
 
 
-class Gpt2Tokenizer(Tokenizer):
+class Gpt2Tokenizer:
     """GPT-2's byte-pair encoding, by tiktoken; 50256 is <|endoftext|>."""
 
     def __init__(self):
@@ -89,6 +85,9 @@ class Gpt2Tokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self.encoding.encode_ordinary(text)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def encode_bytes(self, text: bytes) -> np.ndarray:
         """Return the tokens of UTF-8, uint32; <|endoftext|> is text, other bytes become U+FFFD."""
@@ -107,6 +106,9 @@ class Gpt2Tokenizer(Tokenizer):
             "vocab.json": vocab.read_bytes(),
             "tokenizer_config.json": as_json(config),
         }
+
+
+Tokenizer = ByteTokenizer | Gpt2Tokenizer
 
 
 def vocab_files() -> list[Path]:
@@ -159,9 +161,9 @@ def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
     return None
 
 
-def require_tokenizer(name: str) -> Tokenizer:
+def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
     """Return a tokenizer. Raise UserError if it is unknown or not here."""
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, may_download)
     if tokenizer is None:
         cure = f": {vocab_cure()}" if name == "gpt2" else ""
         raise UserError(f"the tokenizer of the data, {name}, is not here{cure}")

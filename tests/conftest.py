@@ -1,6 +1,7 @@
 """What the tests share: a tiny data set, and runs of train_gpt2.py in processes of their own."""
 
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -35,7 +36,7 @@ from safetensors.torch import load_file
 import dataloader
 import prepare_data
 import train_gpt2
-from support import checkpoint
+from support import checkpoint, run_folder
 from support.cli import spell
 from support.tokenizer import missing_vocab
 
@@ -226,7 +227,7 @@ class Killed(BaseException):
     pass
 
 
-def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: int | None, inject):
+def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after, inject, script: str):
     """One rank, in its own process, with its output in folder. It kills itself after a step.
     inject, a function of a module, is called with the rank before and may break anything."""
     os.environ.update(env)
@@ -247,12 +248,12 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after: in
     # These take a quarter of a second each, and no number of a run depends on them.
     train_gpt2.device.matmul_tflops = lambda *_: 1.0
     if "--log-every" not in argv:  # a test that wants loss.png says so by this flag
-        train_gpt2.logger.draw_losses = lambda *_: None
+        train_gpt2.log.draw_losses = lambda *_: None
     code = 1
     try:
         if inject:
             inject(int(env.get("RANK", 0)))
-        code = train_gpt2.main(argv)
+        code = importlib.import_module(script).main(argv)
     except SystemExit as end:
         code = end.code
     except BaseException:
@@ -324,9 +325,9 @@ def free_port() -> int:
 
 
 def start_ranks(
-    argv, folder: Path, ranks: int = 1, kill_after: int | None = None, inject=None
+    argv, folder: Path, ranks: int = 1, kill_after=None, inject=None, script="train_gpt2"
 ) -> list:
-    """Processes that run train_gpt2.py as torchrun would start them."""
+    """Processes that run train_gpt2.py as torchrun would start them, or another script."""
     folder.mkdir(parents=True, exist_ok=True)
     port, processes = free_port(), []
     for rank in range(ranks):
@@ -334,7 +335,9 @@ def start_ranks(
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        process = server().Process(target=rank_main, args=(argv, folder, env, kill_after, inject))
+        process = server().Process(
+            target=rank_main, args=(argv, folder, env, kill_after, inject, script)
+        )
         process.start()
         processes.append(process)
     return processes
@@ -351,9 +354,9 @@ def finish(processes: list, folder: Path) -> tuple[int, str, str]:
     return processes[0].exitcode, out, err
 
 
-def train(argv, folder: Path, ranks: int = 1, kill_after: int | None = None, inject=None):
+def train(argv, folder: Path, ranks=1, kill_after=None, inject=None, script="train_gpt2"):
     """A whole run: exit code, output, errors."""
-    return finish(start_ranks(argv, folder, ranks, kill_after, inject), folder)
+    return finish(start_ranks(argv, folder, ranks, kill_after, inject, script), folder)
 
 
 def run(folder: Path, data_dir: Path, name: str = "run", ranks: int = 1, **changes) -> Path:
@@ -376,17 +379,17 @@ def losses(out_dir: Path) -> dict[int, float]:
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
     """The weights in the newest checkpoint of a run, as they are stored."""
-    return load_file(checkpoint.checkpoints(out_dir)[0] / "model.safetensors")
+    return load_file(run_folder.checkpoints(out_dir)[0] / "model.safetensors")
 
 
 def optimizer_state(out_dir: Path) -> dict[str, torch.Tensor]:
     """The state of the optimizer in the newest checkpoint of a run."""
-    return load_file(checkpoint.checkpoints(out_dir)[0] / "optimizer.safetensors")
+    return load_file(run_folder.checkpoints(out_dir)[0] / "optimizer.safetensors")
 
 
 def saved_state(out_dir: Path) -> dict:
     """What state.json in the newest checkpoint of a run says."""
-    return checkpoint.read_state(checkpoint.checkpoints(out_dir)[0])
+    return checkpoint.read_state(run_folder.checkpoints(out_dir)[0])
 
 
 def digest(out_dir: Path) -> str:

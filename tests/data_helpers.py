@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import prepare_data
-from support.corpus import open_folder
+from dataloader import open_folder
 
 PROGRAM = prepare_data.__file__
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NEEDS_POSIX, digest, each_flipped, flags, losses, train
+from conftest import NEEDS_POSIX, digest, each_flipped, flags, losses, saved_state, train
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 import train_gpt2
+from config import TrainConfig
 from model import GPT, GPTConfig
 from support import checkpoint, pretrained
 from support.checkpoint import (
@@ -22,10 +23,10 @@ from support.checkpoint import (
     save,
     verify,
 )
-from support.distributed import World
-from support.errors import NoGoodCheckpoint, UserError
+from support.ending import NoGoodCheckpoint, UserError
 from support.pretrained import load_weights, read
-from train_gpt2 import TrainConfig, make_optimizer
+from support.ranks import World
+from train_gpt2 import make_optimizer
 
 SHAPE = GPTConfig(vocab_size=5, seq_len=2, n_layer=1, n_head=1, n_embd=4)
 LN_F = "transformer.ln_f.weight"
@@ -255,6 +256,21 @@ def two_steps(data_dir, tmp_path) -> list[str]:
     return ["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "3"]
 
 
+@pytest.mark.parametrize("cosine", [True, False])
+def test_a_checkpoint_of_the_format_before_goes_on(two_steps, tmp_path, cosine):
+    def as_it_was(state: dict):
+        state.update(format=3, typed={"steps": 2})
+        config = state["config"]
+        config.update(cosine=cosine, micro_batch_size=state.pop("micro_batch_size"))
+        del config["schedule"], config["decay_share"]
+
+    rewrite(checkpoints(tmp_path / "run")[0], "state.json", as_it_was)
+    code, out, err = train(two_steps, tmp_path)
+    assert code == 0 and "not bit for bit" not in out, err
+    schedule = saved_state(tmp_path / "run")["config"]["schedule"]
+    assert schedule == ("cosine" if cosine else "constant")
+
+
 @pytest.mark.parametrize("what", OTHER_VERSIONS)
 def test_what_another_version_wrote_is_said_to_be_that(two_steps, tmp_path, what):
     path = checkpoints(tmp_path / "run")[0]
@@ -271,7 +287,7 @@ def test_a_field_that_a_checkpoint_lacks_has_its_default(two_steps, tmp_path):
 
     def older(state: dict):
         del state["config"]["shuffle"], state["config"]["top_k"]
-        state["config"]["old"] = state["typed"]["old"] = 5
+        state["config"]["old"] = 5
 
     def without_padding(config: dict):
         del config["train_gpt2"]["shape"]["pad_vocab"]

@@ -11,25 +11,30 @@ import pytest
 import torch
 from conftest import train
 
+import config as config_module
 import train_gpt2
-from model import SHAPES
-from support.cli import KEEP, ONCE, default_text, spell
-from support.errors import UserError
-from support.synonyms import SYNONYMS
-from train_gpt2 import FINETUNE, RECIPES, TrainConfig, given_flags, read_flags, resolve
+from config import SYNONYMS, TrainConfig, resolve
+from model import SHAPES, ComputeConfig, GPTConfig
+from support import device
+from support.cli import spell
+from support.ending import UserError
 
 ROOT = Path(train_gpt2.__file__).parent
+PROGRAM = [*ROOT.glob("*.py"), *(ROOT / "support").glob("*.py")]
 CPU = torch.device("cpu")
 
 
+def read_flags(line: list[str]) -> dict:
+    return config_module.read_flags(line, "")
+
+
 def resolved(line: str, state: dict | None = None, on: torch.device = CPU) -> TrainConfig:
-    return resolve(given_flags(read_flags(line.split()), state), state, None, on)[0]
+    return resolve(read_flags(line.split()), state, None, on)[0]
 
 
-def saved(line: str) -> dict:
+def saved(line: str, device_name: str = device.device_name(CPU)) -> dict:
     """Return what a checkpoint of a run with this command line says about its flags."""
-    typed = given_flags(read_flags(line.split()), None)
-    return {"typed": typed, "config": asdict(resolved(line))}
+    return {"config": asdict(resolved(line)), "environment": {"device_name": device_name}}
 
 
 def test_nano_is_the_default_without_a_gpu_and_gpt2_with_one(monkeypatch):
@@ -48,39 +53,20 @@ def test_muon_has_a_rate_by_width_and_what_is_typed_wins():
     def rate(line: str) -> float:
         return resolved(line).learning_rate
 
-    assert rate("--model gpt2 --muon") == train_gpt2.muon_learning_rate(768) > 6e-4
+    assert rate("--model gpt2 --muon") == config_module.muon_learning_rate(768) > 6e-4
     assert rate("--model gpt2 --muon") == 0.0019  # which is told at the start: no 16 digits
-    assert rate("--model gpt2 --muon --n-embd 384") == train_gpt2.muon_learning_rate(384)
+    assert rate("--model gpt2 --muon --n-embd 384") == config_module.muon_learning_rate(384)
     assert rate("--model gpt2-xl --muon") < rate("--model gpt2-medium --muon") < rate("")
     assert rate("--muon --learning-rate 0.5") == 0.5 and rate("--model gpt2") == 6e-4
     betas = [resolved(line).beta1 for line in ("--muon", "--no-muon", "--muon --beta1 0.7")]
     assert betas == [0.8, 0.9, 0.7]
 
 
-SPEED_UPS = {  # which are on, of tf32, bf16, compile, flash, pad_vocab, fused, on a GPU of 2020
-    "--speed-ups none": [0, 0, 0, 0, 0, 0],
-    "--speed-ups bf16": [1, 1, 0, 0, 0, 0],
-    "--speed-ups pad-vocab --no-compile": [1, 1, 0, 1, 1, 0],
-    "--speed-ups none --flash": [0, 0, 0, 1, 0, 0],
-    "--speed-ups all --no-compile": [1, 1, 0, 1, 1, 1],
-}
-
-
-@pytest.mark.parametrize("line", SPEED_UPS)
-def test_speed_ups_are_on_up_to_the_one_that_is_named(line, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    config = resolved(f"--model gpt2 {line}", on=torch.device("cuda"))
-    names = [name.replace("-", "_") for name in train_gpt2.SPEED_UPS]
-    assert [getattr(config, name) for name in names] == SPEED_UPS[line]
-
-
 RESIDUAL = {  # whether a GPU of 2020 has a residual stream in bfloat16
     "--model gpt2": True,
     "": True,
-    "--speed-ups all": True,
     "--no-bf16-residual": False,
-    "--speed-ups fused": False,
-    "--speed-ups none --bf16 --bf16-residual": True,
+    "--bf16 --bf16-residual": True,
     "--model nano": False,
     "--no-bf16": False,
     "--fp16": False,
@@ -110,17 +96,13 @@ def test_an_old_gpu_has_a_float32_residual(monkeypatch):
 RESUMED = [  # the run, what is typed at its resume, a flag, its value
     ("--steps 7 --seed 3", "", "steps", 7),
     ("--steps 7 --seed 3", "--steps 9", "steps", 9),
-    ("--no-pad-vocab", "--steps 9", "pad_vocab", False),
+    ("--steps 20", "--steps 100", "warmup_steps", 4),  # the warm-up is past, and stays as it was
+    ("--no-pad-vocab", "--steps 900", "pad_vocab", False),
     ("--model gpt2 --n-layer 2", "", "n_layer", 2),
-    ("--speed-ups none", "", "flash", False),
-    ("--speed-ups none", "--flash", "flash", True),
-    ("--speed-ups bf16", "--speed-ups fused", "fused", True),
-    ("--no-bf16", "--speed-ups bf16", "bf16", True),
-    ("--flash", "--speed-ups none", "flash", False),
-    ("--bf16 --bf16-residual", "--speed-ups none", "bf16_residual", False),
-    ("--speed-ups none", "--speed-ups all", "fused", True),  # flash depends on the processor
-    ("--no-fused", "--speed-ups fused", "fused", True),
-    ("", "--speed-ups none", "pad_vocab", True),
+    ("--no-flash", "", "flash", False),
+    ("--no-flash", "--flash", "flash", True),
+    ("--prompt a", "--data-dir data/mine", "prompt", "a"),
+    ("--learning-rate 0.5", "--steps 900", "learning_rate", 0.5),
 ]
 
 
@@ -129,11 +111,42 @@ def test_a_resume_has_the_runs_own_flags_and_what_is_typed_wins(run, line, name,
     assert getattr(resolved(line, saved(run)), name) == value
 
 
+def test_a_run_that_moves_to_another_device_chooses_its_speed_ups_anew():
+    """Those it had were typed for the other device. A typed flag wins, as always; what is no matter
+    of the device stays."""
+    line = "--no-flash --fp16 --micro-batch-size 3 --batch-tokens 384 --recompute --steps 7"
+    here, moved = (resolved("", saved(line, *name)) for name in ([], ["another"]))
+    assert (here.flash, here.fp16, here.micro_batch_size) == (False, True, 3)
+    assert (moved.fp16, moved.micro_batch_size) == (False, 0)
+    assert moved.flash == resolved("").flash and moved.recompute and moved.steps == 7
+    assert not resolved("--no-flash", saved(line, "another")).flash
+
+
+def test_each_flag_is_read_somewhere():
+    """A flag that nothing reads would be taken, and do nothing. So would a field of the network."""
+    text = "".join(path.read_text("utf-8") for path in PROGRAM)
+    read = set(re.findall(r"\.([a-z]\w*)\b", re.sub(r"self\.\w+ = ", "", text)))
+    read |= set(re.findall(r"typed\.get\(\"(\w+)\"", text))
+    for kind in (TrainConfig, GPTConfig, ComputeConfig):
+        unread = {f.name for f in fields(kind)} - read
+        assert not unread, f"nothing reads {unread} of {kind.__name__}"
+
+
+def test_a_flag_of_the_network_that_the_network_lacks_fails_at_the_start(monkeypatch):
+    """Taken, it would do nothing. Here a field of ComputeConfig has gone."""
+    fewer = [f for f in fields(ComputeConfig) if f.name != "dropout"]
+    monkeypatch.setattr(
+        config_module, "fields", lambda kind: fewer if kind is ComputeConfig else fields(kind)
+    )
+    with pytest.raises(TypeError, match="--dropout has no field in GPTConfig"):
+        resolved("")
+
+
 def test_each_field_of_the_network_must_stay_as_it_was():
-    kept = {f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == KEEP}
+    kept = {f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == "refuse"}
     assert {f.name for f in fields(SHAPES["gpt2"])} - {"vocab_size"} <= kept
-    once = {f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == ONCE}
-    assert once == {"out_dir", "resume", "device", "eval_only", "sample_only"}
+    once = {f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == "per command"}
+    assert once == {"out_dir", "resume", "device", "eval_only"}
 
 
 ELSEWHERE = {  # what nanoGPT, build-nanogpt and llm.c call it
@@ -172,24 +185,16 @@ def test_help_begins_with_what_it_is_and_ends_with_commands(tmp_path):
     assert out.rstrip().endswith(train_gpt2.__doc__.splitlines()[-1])
 
 
-def test_readme_shows_the_flags_as_they_are():
-    rows = []
-    for f in fields(TrainConfig):
-        rows += [f"| **{f.metadata['group']}** | | |"] if f.metadata["group"] else []
-        default = default_text(f.name, f.default, RECIPES | {"--init-from": FINETUNE})
-        rows.append(f"| `{spell(f.name)}` | {default} | {f.metadata['help']} |")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    missing = [row for row in rows if row not in text]
-    assert not missing, "the README's table of flags needs these rows:\n" + "\n".join(missing)
-    assert "\n".join(rows) in text
-
-
 # ---- Mistakes: one line, nothing written ---------------------------------------------------------
 
 MISTAKES = {
     "--steps many": "--steps: invalid int value: 'many'",
     "--steps 1e3": "try 1000",
-    "--speed-ups tf32": "--speed-ups tf32 needs an NVIDIA GPU.*: .*name another",
+    "--sample-only": "--sample-only here is a program, sample.py",
+    "--no-cosine": "--no-cosine here is --schedule constant",
+    "--schedule linear": "--schedule: invalid choice: 'linear' .*cosine.*constant.*wsd",
+    "--eval-only --learning-rate 3": "--eval-only does not use --learning-rate: leave it out",
+    "--eval-only --compile": "--eval-only does not use --compile: leave it out",
     "--seed=": "--seed: invalid int value: ''",
     "--steps 0 --warmup-steps 0": "--steps 0 must be at least 1",
     "--n-layer 0": "--n-layer 0 must be at least 1",

@@ -1,4 +1,4 @@
-"""Tests ../support/corpus.py: folders of shards, manifests and fingerprints."""
+"""Tests folders of shards in ../dataloader.py, and ../support/corpus.py."""
 
 import json
 import math
@@ -12,11 +12,11 @@ from conftest import NEEDS_POSIX, prepare, write_shard
 from data_helpers import error_of, stream
 from test_dataloader import RAW, TOKENS, llmc, npy
 
-import train_gpt2
-from dataloader import DamagedShard, ShardError, ShardLoader
+from config import TrainConfig
+from dataloader import DamagedShard, ShardError, ShardLoader, TokenFolder, open_folder
 from support import corpus
-from support.corpus import check_data, open_folder
-from support.errors import UserError
+from support.corpus import check_data
+from support.ending import UserError
 
 
 @pytest.mark.parametrize("content", [llmc(), npy(), RAW], ids=["llm.c", "npy", "raw"])
@@ -34,7 +34,7 @@ def test_a_folder_without_shards_of_each_split_is_refused(names, tmp_path):
         (tmp_path / name).write_bytes(npy() if name.endswith("npy") else llmc())
     folder = tmp_path if names else tmp_path / "nowhere"
     with pytest.raises(
-        UserError, match="^--data-dir .* (no|not a) .*: python prepare_data.py --input"
+        ShardError, match="^--data-dir .* (no|not a) .*: python prepare_data.py --input"
     ):
         open_folder(folder)
 
@@ -85,7 +85,7 @@ def test_a_manifest_leads_nowhere_else(prepared):
 
 def test_a_manifest_that_is_about_other_shards_is_refused(prepared):
     rewrite(prepared, ("train", "shards", 0, "tokens"), 1999)
-    with pytest.raises(ShardError, match="train_000000.bin is not the one that manifest.json"):
+    with pytest.raises(ShardError, match="train_000000.bin is not the shard that manifest.json"):
         open_folder(prepared)
 
 
@@ -106,7 +106,7 @@ NO_MANIFESTS = {
 @pytest.mark.parametrize("case", NO_MANIFESTS)
 def test_what_is_no_manifest_is_refused_in_one_line(case, prepared, capsys):
     (prepared / "manifest.json").write_bytes(NO_MANIFESTS[case])
-    with pytest.raises(UserError, match="manifest.json is damaged: .*; prepare it again"):
+    with pytest.raises(ShardError, match="manifest.json is damaged: .*; prepare it again"):
         open_folder(prepared)
     assert prepare(prepared, "--verify") == 2
     assert "manifest.json is damaged" in error_of(capsys)
@@ -140,7 +140,7 @@ def test_any_field_of_a_manifest_may_hold_anything(place, prepared, capsys):
             error_of(capsys)
 
 
-def folder_of(path: Path, splits: list[list[np.ndarray]]) -> corpus.TokenFolder:
+def folder_of(path: Path, splits: list[list[np.ndarray]]) -> TokenFolder:
     """Return the shards of both splits, written into the folder path under names of its own."""
     path.mkdir()
     for split, shards in zip(("train", "val"), splits, strict=True):
@@ -189,9 +189,9 @@ def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):
 def test_the_own_corpus_outlives_the_vocabulary(tmp_path, monkeypatch):
     """tiktoken keeps it under /tmp, unless told otherwise."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt2, "load_tokenizer", lambda name: None)
+    monkeypatch.setattr(corpus, "load_tokenizer", lambda name: None)
     Path("data").mkdir()
     folder_of(Path("data/stdlib-gpt2"), [[np.arange(64)], [np.arange(65)]])
-    config = train_gpt2.TrainConfig(seq_len=16, warmup_steps=0)
-    data, _, _ = train_gpt2.open_data(config, None)
+    config = TrainConfig(seq_len=16, warmup_steps=0)
+    data, _ = corpus.open_data(config, None)
     assert data.train[0].path.parent == Path("data/stdlib-gpt2")

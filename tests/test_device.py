@@ -11,11 +11,13 @@ import pytest
 import torch
 from conftest import NEEDS_POSIX
 
+import config as config_module
 import train_gpt2
+from config import TrainConfig
 from model import GPT, GPTConfig
-from support import device
-from support.distributed import World
-from support.errors import UserError
+from support import device, fit
+from support.ending import UserError
+from support.ranks import World
 
 ROOT = Path(train_gpt2.__file__).parent
 CPU = torch.device("cpu")
@@ -23,7 +25,7 @@ CPU = torch.device("cpu")
 
 def resolve(on: torch.device, **typed) -> tuple[set[str], dict[str, bool]]:
     """Return what is off on a device with these flags, and those that are chosen for it."""
-    config, off = train_gpt2.resolve(typed, None, None, on)
+    config, off = config_module.resolve(typed, None, None, on)
     names = ("tf32", "bf16", "fp16", "flash")
     return {*off}, {name: getattr(config, name) for name in names}
 
@@ -110,18 +112,18 @@ def test_a_lack_of_memory_is_known_in_all_its_words(monkeypatch, capsys, error):
 
     is_memory = str(error) not in OTHERS
     world = World(0, 1, torch.device("cpu"))
-    config = train_gpt2.TrainConfig(warmup_steps=0)
+    config = TrainConfig(warmup_steps=0)
     model = GPT(GPTConfig(4, 2, 1, 1, 4))
-    monkeypatch.setattr(train_gpt2, "dummy_pass", fail)
-    assert device.is_out_of_memory(error) == is_memory
+    monkeypatch.setattr(fit, "dummy_pass", fail)
+    assert fit.is_out_of_memory(error) == is_memory
     if is_memory:
-        assert not train_gpt2.pass_fits(model, model, config, world)
+        assert not fit.pass_fits(model, 1, config, world)
         monkeypatch.setattr(train_gpt2, "run_program", fail)
         assert train_gpt2.main([]) == 2
         assert "--micro-batch-size" in capsys.readouterr().err
     else:
         with pytest.raises(RuntimeError):
-            train_gpt2.pass_fits(model, model, config, world)
+            fit.pass_fits(model, 1, config, world)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is meant")

@@ -11,15 +11,14 @@ from conftest import NEEDS_GPT2, questions, records, run, write_shard
 from test_model import TINY, hugging_face, spread, tokens
 from torch.testing import assert_close
 
-import train_gpt2
+from config import TrainConfig
 from dataloader import VOCAB_SIZES, ShardLoader, open_shard
 from model import GPT, GPTConfig
 from support import evaluate
-from support.distributed import World
 from support.evaluate import open_examples
 from support.pretrained import load_weights, read
+from support.ranks import World
 from support.tokenizer import load_tokenizer
-from train_gpt2 import TrainConfig
 
 ALONE = World(0, 1, torch.device("cpu"))
 CONFIG = TrainConfig(bf16=False, warmup_steps=0)
@@ -49,7 +48,7 @@ def test_ranks_without_the_tokenizer_leave_no_wrong_bits_per_byte(whole, data_di
     found = []
     for kind in (World, BesideOneWithoutTokenizer):
         world = kind(0, 1, torch.device("cpu"))
-        found.append(train_gpt2.validate(model, model, loader, "bytes", config, world))
+        found.append(evaluate.validate(model, model, loader, "bytes", config, world))
     assert found[0]["val_loss"] == found[1]["val_loss"]
     assert "bits_per_byte" in found[0] and "bits_per_byte" not in found[1]
 
@@ -76,14 +75,14 @@ def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, name):
             loss = model(rows[:, :-1], rows[:, 1:]).item()
         config = TrainConfig(bf16=False, warmup_steps=0, eval_tokens=eval_tokens, seq_len=T)
         loader = ShardLoader(shards, 3, T)
-        figures = train_gpt2.validate(model, model, loader, name, config, ALONE)
+        figures = evaluate.validate(model, model, loader, name, config, ALONE)
         assert figures["val_loss"] == pytest.approx(loss, rel=1e-5)
         assert figures["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
         bits = figures["val_loss"] / math.log(2) * T * len(starts) / num_bytes
         assert figures["bits_per_byte"] == pytest.approx(bits)
         ratios.add(round(num_bytes / len(starts) / T, 1))
     assert len(ratios) > (2 if name == "gpt2" else 1)
-    figures = train_gpt2.validate(model, model, loader, "unknown", config, ALONE)
+    figures = evaluate.validate(model, model, loader, "unknown", config, ALONE)
     assert figures.keys() == {"val_loss", "perplexity"}  # without a vocabulary
 
 
@@ -126,7 +125,7 @@ def test_choices_are_those_of_an_independent_scoring(tmp_path):
     examples = open_examples(str(path), 257, "bytes")
     losses = evaluate.choice_losses(model, examples, ALONE.device)
     assert [sums.argmin() for sums in losses] == choices
-    shares = train_gpt2.answers(model, examples, CONFIG, ALONE)
+    shares = evaluate.answers(model, examples, CONFIG, ALONE)
     assert shares == {name: pytest.approx(np.mean(values)) for name, values in right.items()}
     assert len({*shares.values()}) > 1
 

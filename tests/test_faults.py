@@ -31,8 +31,9 @@ from safetensors.torch import load_file
 
 import train_gpt2
 from model import GPT, GPTConfig
-from support import checkpoint, device, errors, logger
-from support.checkpoint import checkpoints, newest, step_of, verify
+from support import checkpoint, device, ending, log, run_folder
+from support.checkpoint import newest, verify
+from support.run_folder import checkpoints, step_of
 
 resource = pytest.importorskip("resource")  # POSIX has it
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals, fork and limits of POSIX")
@@ -186,8 +187,8 @@ def test_a_crash_at_every_operation_of_a_save_leaves_old_or_new(tmp_path, is_dam
         paths = checkpoints(out_dir)
         assert len(paths) >= 2 - is_damaged and is_whole(newest(out_dir))
         assert all(is_whole(path) for path in paths if step_of(path) != new or not is_damaged)
-        lock = FileLock(out_dir / checkpoint.LOCK)
-        checkpoint.take_folder(out_dir, lock, is_new=False)
+        lock = FileLock(out_dir / run_folder.LOCK)
+        run_folder.take_folder(out_dir, lock, is_new=False)
         assert {path.name for path in out_dir.iterdir()} == {".lock", *(p.name for p in paths)}
     assert at > 20 and step_of(newest(out_dir)) == new
 
@@ -248,7 +249,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(trial, name):
 def test_a_file_that_can_not_be_read_is_a_damaged_one(tmp_path, capsys, monkeypatch):
     path, error = save(tmp_path, 1), OSError(errno.EIO, "a bad sector")
     monkeypatch.setattr(checkpoint.hashlib, "file_digest", partial(raise_error, error))
-    with pytest.raises(errors.NoGoodCheckpoint):
+    with pytest.raises(ending.NoGoodCheckpoint):
         newest(tmp_path)
     assert f"{path}" in capsys.readouterr().err
 
@@ -373,7 +374,7 @@ def signal_to_all(rank: int):
         for path in sorted(Path().glob("pid*"), reverse=True):
             os.kill(int(path.read_text()), signal.SIGTERM)
 
-    before("write_samples", 1, to_all, 0, rank)
+    before("evaluate.samples", 1, to_all, 0, rank)
 
 
 def other_machine(what: str, rank: int):
@@ -413,7 +414,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "a signal to rank 0 in a step": (at("train_step", 3, send, signal.SIGINT), 2, 3, "", [3]),
     "to rank 1": (at("train_step", 3, send, signal.SIGUSR1, on_rank=1), 2, 3, "", [3]),
     "to both in a sample": (signal_to_all, 2, 3, "", [12, 10]),
-    "that Python ignores": (at("logger.log_start", 1, signal_in_callback), 1, 3, "", [1]),
+    "that Python ignores": (at("report.say_start", 1, signal_in_callback), 1, 3, "", [1]),
     "a NaN loss": (at("train_step", 4, bad_loss, on_rank=1), 2, 4, r" 1\).* 36 to 47", [3]),
     "an infinite gradient": (at("train_step", 4, bad_gradient, on_rank=1), 2, 4, "k none", [3]),
     "other weights": (at("log_step", 6, change_a_weight, on_rank=1), 2, 4, "10 rank 1 ", [5]),
@@ -429,7 +430,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "no data": (partial(other_machine, "no data"), 2, 2, "data is not a folder of tokens", None),
     "a port in use": (port_in_use, 1, 2, "the ranks can't connect at 127.0.0.1:", None),
     "a neighbour vanishes": (vanishing_neighbour, 1, 0, "", [12, 10]),
-    "no picture": (at("logger.draw_losses", 1, raise_error, IO_ERROR), 1, 0, "", [12, 10]),
+    "no picture": (at("log.draw_losses", 1, raise_error, IO_ERROR), 1, 0, "", [12, 10]),
 }
 SLOW_FAULTS = {
     "a second signal": (at("train_step", 7, twice), 1, 130, "are not saved", [5]),
@@ -521,12 +522,12 @@ def test_a_resume_reads_no_more_of_the_log_than_its_end(trial):
 
 def test_loss_png_and_the_state_of_a_million_steps_are_small(tmp_path):
     pytest.importorskip("matplotlib.figure")
-    steps = [step for step in range(1, 1_000_001) if logger.is_drawn(step, 1_000_000)]
+    steps = [step for step in range(1, 1_000_001) if log.is_drawn(step, 1_000_000)]
     losses = {step: 3 + 1 / step for step in steps}
     assert 500 <= len(losses) <= 1000 and len(json.dumps(losses)) < 100_000
-    logger.draw_losses(tmp_path / "warm.png", "nano", {}, {})
+    log.draw_losses(tmp_path / "warm.png", "nano", {}, {})
     start = time.perf_counter()
-    logger.draw_losses(tmp_path / "loss.png", "nano", losses, {10**6: 3.0})
+    log.draw_losses(tmp_path / "loss.png", "nano", losses, {10**6: 3.0})
     assert time.perf_counter() - start < 1
 
 
@@ -570,9 +571,9 @@ def has_step(trial: Trial, step: int = 1) -> bool:
     return trial.log.exists() and f'"step": {step}, "loss"' in trial.log.read_text()
 
 
-NOTHING_SAVED = ["open_data 1", "fit_micro_batch 1", "validate 1"]
-SAVED_BEFORE = {"validate 3": 6, "write_samples 2": 6, "answers 2": 6}
-SAVED_BEFORE |= {"logger.draw_losses 2": 6, "finish 1": 12}
+NOTHING_SAVED = ["corpus.open_data 1", "fit_micro_batch 1", "evaluate.validate 1"]
+SAVED_BEFORE = {"evaluate.validate 3": 6, "evaluate.samples 2": 6, "evaluate.answers 2": 6}
+SAVED_BEFORE |= {"log.draw_losses 2": 6, "finish 1": 12}
 STEPS = {"train_step 5": 5, "log_step 4": 5, "checkpoint.save 1": 3, "checkpoint.save 3": 6}
 PHASES = dict.fromkeys(NOTHING_SAVED) | SAVED_BEFORE | STEPS
 
@@ -618,8 +619,8 @@ def test_repeated_ctrl_c_changes_no_exit_code_once_all_is_saved(trial, word, ste
 
 
 def test_a_closed_terminal_and_a_poor_environment_stop_nothing(trial):
-    """One in which Python does not look beside the script, for instance."""
-    env = {"PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "ascii", "HOME": "/none", "TMPDIR": "/none"}
+    """With few open files, and no home, for instance."""
+    env = {"PYTHONIOENCODING": "ascii", "HOME": "/none", "TMPDIR": "/none"}
     with start(trial, env, eval_every=1) as process:
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (32, 32))
         process.stdout.readline()
@@ -655,13 +656,13 @@ def other_run(*_):
 def test_a_folder_that_another_run_wrote_to_meanwhile_is_not_taken(trial):
     """Between the look for the folder and its lock data may be prepared, for minutes."""
     line = trial.command()[:-1]
-    code, _, err = train(line, trial.folder, inject=at("open_data", 1, other_run))
+    code, _, err = train(line, trial.folder, inject=at("corpus.open_data", 1, other_run))
     assert code == 2 and trial.saved() == [3], err
 
 
 def short_watchdog(seconds: int):
     os.dup2(sys.stderr.fileno(), 2)  # where faulthandler writes
-    train_gpt2.errors.TIMEOUT_S = seconds
+    train_gpt2.ending.TIMEOUT_S = seconds
 
 
 def stop_second(rank: int):
@@ -690,8 +691,8 @@ def slow_typist(rank: int):
 
 
 def test_a_prompt_that_takes_long_to_type_is_no_hang(whole, tmp_path):
-    line = ["--sample-only", "--out-dir", str(whole[1]), "--sample-tokens", "3"]
-    code, out, err = train(line, tmp_path, inject=slow_typist)
+    line = [str(whole[1]), "--sample-tokens", "3"]
+    code, out, err = train(line, tmp_path, inject=slow_typist, script="sample")
     assert code == 0 and out.startswith("a") and "\nb" in out, err
 
 

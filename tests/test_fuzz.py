@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from test_pretrained import SMALLEST, hf_folder, nanogpt_checkpoint
 
+import sample
 import train_gpt2
+from config import TrainConfig, read_flags, resolve
 from support.cli import spell
-from support.errors import UserError
+from support.ending import UserError
 from support.pretrained import hf_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -68,15 +70,15 @@ def changed(value: dict, path: tuple, change: str, new) -> dict:
     return value
 
 
-def check_main(argv: list[str], capsys, codes: tuple = (0, 2)):
+def check_main(argv: list[str], capsys, codes: tuple = (0, 2), program=train_gpt2):
     capsys.readouterr()
-    code = train_gpt2.main(argv)
+    code = program.main(argv)
     err = capsys.readouterr().err
     assert code in codes and err.count("\n") == (code == 2), err
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", err)
 
 
-SAMPLE = ["--sample-only", "--sample-tokens=1", "--num-samples=1"]
+SAMPLE = ["--sample-tokens=1", "--num-samples=1", "--prompt="]
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -93,16 +95,16 @@ def test_any_field_of_a_config_json_may_hold_anything(tmp_path, capsys, own):
             (folder / "config.json").write_text(json.dumps(changed(plain, place, change, new)))
         except (UnicodeEncodeError, ValueError):
             reject()
-        check_main(["--init-from", str(folder), *SAMPLE], capsys)
+        check_main([str(folder), *SAMPLE], capsys, program=sample)
 
     check()
 
 
 def test_any_field_of_nanogpts_checkpoint_may_hold_anything(tmp_path, capsys):
-    argv = ["--init-from", str(tmp_path / "ckpt.pt"), *SAMPLE]
+    argv = [str(tmp_path / "ckpt.pt"), *SAMPLE]
     for tensor in hostile_tensors():
         torch.save(nanogpt_checkpoint(SMALLEST, wpe=tensor)[1], tmp_path / "ckpt.pt")
-        check_main(argv, capsys)
+        check_main(argv, capsys, program=sample)
     plain = nanogpt_checkpoint(SMALLEST)[1]
 
     @each_case
@@ -112,7 +114,7 @@ def test_any_field_of_nanogpts_checkpoint_may_hold_anything(tmp_path, capsys):
             torch.save(changed(plain, place, change, new), tmp_path / "ckpt.pt")
         except Exception:
             reject()
-        check_main(argv, capsys)
+        check_main(argv, capsys, program=sample)
 
     check()
 
@@ -120,7 +122,7 @@ def test_any_field_of_nanogpts_checkpoint_may_hold_anything(tmp_path, capsys):
 def test_any_flag_may_be_given_anything(data_dir, tmp_path, monkeypatch, capsys):
     """What is taken would train for a day: only what is refused goes through main."""
     monkeypatch.chdir(tmp_path)
-    names = st.sampled_from([spell(f.name) for f in fields(train_gpt2.TrainConfig)])
+    names = st.sampled_from([spell(f.name) for f in fields(TrainConfig)])
     texts = TEXTS | NUMBERS.map(str) | st.sampled_from(["--", "-", "=", "1e", "9" * 40])
     texts = texts.filter(lambda text: "\0" not in text)  # no argument of a program holds one
 
@@ -130,8 +132,7 @@ def test_any_flag_may_be_given_anything(data_dir, tmp_path, monkeypatch, capsys)
         pairs = [[f"{name}={text}", f"{other}={more}"], [name, text, other, more]]
         line = [*flags(data_dir=data_dir, out_dir="new"), *pairs[not joined]]
         try:
-            typed = train_gpt2.given_flags(train_gpt2.read_flags(line), None)
-            train_gpt2.resolve(typed, None, None, torch.device("cpu"))
+            resolve(read_flags(line, ""), None, None, torch.device("cpu"))
             reject()
         except UserError:
             check_main(line, capsys, (2,))

@@ -14,7 +14,7 @@ from conftest import NEEDS_POSIX, prepare
 from data_helpers import error_of, start, stream, write_texts
 
 from support import inputs
-from support.errors import UserError
+from support.ending import UserError
 from support.inputs import Reader, files_in
 
 

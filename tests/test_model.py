@@ -1,7 +1,7 @@
 """Tests ../model.py. The oracle is Hugging Face's GPT-2."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice, product
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from model import GPT, SHAPES, Computation, GPTConfig, attention, flash_attention, pick
+from model import GPT, SHAPES, ComputeConfig, GPTConfig, attention, flash_attention, pick
 from support.pretrained import CONV1D
 
 TINY = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
@@ -21,7 +21,7 @@ def tokens(*shape: int, vocab_size: int = 97, seed: int = 0) -> torch.Tensor:
 
 
 def tiny(**computation) -> GPT:
-    return GPT(TINY, Computation(**computation))
+    return GPT(TINY, ComputeConfig(**computation))
 
 
 def spread(model: GPT) -> GPT:
@@ -73,7 +73,7 @@ def check_against_hugging_face(config: GPTConfig, flash: bool, dtype: torch.dtyp
     """Compare logits, losses, gradients and weights of three steps: in float32 to 1e-5, in float64,
     with logits in float32, to 1e-6."""
     oracle = hugging_face(config).to(dtype)
-    model = GPT(config, Computation(flash=flash)).to(dtype)
+    model = GPT(config, ComputeConfig(flash=flash)).to(dtype)
     rel = 1e-6 if dtype == torch.float64 else 1e-5
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -172,6 +172,71 @@ def test_padding_changes_no_loss_and_no_gradient():
         assert not p[len(q) :].any() and not p.grad[len(q) :].any()
 
 
+# ---- Traps for whoever changes the network -------------------------------------------------------
+
+
+class Rearranged(GPT):
+    """GPT-2 whose parameters are declared in another order, with one more."""
+
+    def __init__(self, config: GPTConfig, seed: int):
+        super().__init__(config, seed=seed)
+        parts = self.transformer._modules
+        for name in ("wpe", "h", "wte"):  # each becomes the last
+            parts[name] = parts.pop(name)
+        self.transformer.extra = torch.nn.Linear(8, 8)
+        for p in self.parameters():
+            p.data.zero_()
+        self.init_weights(seed)
+
+
+def test_initial_weights_depend_on_the_seed_the_name_and_the_shape_alone():
+    plain = dict(GPT(TINY, seed=3).named_parameters())
+    drawn = [name for name, p in plain.items() if p.dim() == 2]
+    for name, p in Rearranged(TINY, seed=3).named_parameters():
+        if name in drawn:
+            assert torch.equal(p, plain[name]), name
+    for name, p in GPT(TINY, seed=4).named_parameters():
+        assert name not in drawn or not torch.equal(p, plain[name]), name
+    tensors = [plain[name].detach()[:16].flatten() for name in drawn if "c_attn" in name]
+    assert not torch.equal(tensors[0], tensors[1])  # each layer has its own
+
+
+def test_the_initial_weights_of_nano_are_the_published_ones():
+    """Each published figure of a run depends on them. They change with intent alone."""
+    params = dict(GPT(SHAPES["nano"], seed=1337).named_parameters())
+    first = {name: params[f"transformer.{name}.weight"][0, :3] for name in INITIAL}
+    for name, values in INITIAL.items():
+        assert_close(first[name], torch.tensor(values), rtol=1e-4, atol=1e-7)
+
+
+INITIAL = {  # the first three weights, with seed 1337
+    "wte": [-0.0131245, 0.006305, 0.0205011],
+    "wpe": [0.0243434, 0.0283858, 0.0294092],
+    "h.0.attn.c_attn": [0.0086442, 0.0015912, -0.0138724],
+    "h.3.attn.c_attn": [-0.0053371, 0.0031078, 0.0037198],
+    "h.0.attn.c_proj": [-0.0183238, -0.0044677, -0.0091551],
+    "h.2.mlp.c_fc": [0.0058779, 0.0014734, 0.0045825],
+    "h.3.mlp.c_proj": [-0.0066355, -0.0123915, -0.0050442],
+}
+
+
+@dataclass(frozen=True)
+class WiderConfig(GPTConfig):
+    """A shape with the kinds of fields that somebody may add."""
+
+    n_kv_head: int = 0
+    theta: float = 1e4
+    window: int | None = None
+
+
+def test_a_field_of_any_type_and_value_may_be_added():
+    assert WiderConfig().n_kv_head == 0 and WiderConfig(window=8).window == 8
+    wrong = ({"n_kv_head": True}, {"n_kv_head": 1.0}, {"theta": "1"}, {"window": 0.5})
+    for values in (*wrong, {"n_layer": 0}, {"n_layer": None}, {"pad_vocab": 1}):
+        with pytest.raises(ValueError, match=next(iter(values))):
+            WiderConfig(**values)
+
+
 # ---- Ways to compute it --------------------------------------------------------------------------
 
 
@@ -260,10 +325,10 @@ def test_cached_keys_change_no_token_and_a_padded_id_is_never_drawn(flash, tempe
     """Against a pass over all that is remembered for each token: beyond seq_len, the newer half.
     For each switch of the shape, also of those that somebody adds."""
     for value in (False, True):
-        check_cache(replace(TINY, **{name: value}), Computation(flash=flash), temperature)
+        check_cache(replace(TINY, **{name: value}), ComputeConfig(flash=flash), temperature)
 
 
-def check_cache(shape: GPTConfig, computation: Computation, temperature: float):
+def check_cache(shape: GPTConfig, computation: ComputeConfig, temperature: float):
     model, idx, start = spread(GPT(shape, computation)), tokens(3, 5), 0
     model.lm_head.weight.data[97:] = 100.0  # as a bad checkpoint might have it
     state = torch.get_rng_state()

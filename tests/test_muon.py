@@ -7,8 +7,8 @@ import torch
 
 from model import GPT, GPTConfig
 from support import muon
-from support.distributed import World
 from support.muon import MuonAdamW, orthogonalize
+from support.ranks import World
 
 SHAPE = GPTConfig(vocab_size=11, seq_len=8, n_layer=3, n_head=2, n_embd=16)
 ALONE = World(0, 1, torch.device("cpu"))
@@ -36,12 +36,11 @@ def set_gradients(model: GPT, seed: int):
 def test_the_matrices_are_those_of_the_blocks():
     model = GPT(SHAPE)
     names = {p: name for name, p in model.named_parameters()}
-    matrices = {names[p]: count for p, count in model.matrices()}
+    matrices = {names[p]: rows for p, rows in model.matrices()}
     assert [*matrices] == [n for n in names.values() if ".c_" in n and n.endswith("weight")]
     assert len(matrices) == 4 * SHAPE.n_layer
-    assert {name for name, count in matrices.items() if count != 1} == {
-        f"transformer.h.{i}.attn.c_attn.weight" for i in range(3)
-    }
+    for name, rows in matrices.items():
+        assert rows == ([16] * 3 if "c_attn" in name else [len(model.get_parameter(name))])
 
 
 class PlainMuon:
@@ -70,10 +69,11 @@ def test_the_matrices_are_updated_as_by_a_plain_implementation(monkeypatch, most
     """q, k and v apart; one matrix after the other, or many at a time."""
     monkeypatch.setattr(muon, "MAX_ENTRIES", most)
     model, optimizer = make("float32")
-    plain = {
-        p: [PlainMuon(part) for part in np.split(p.detach().numpy(), count)]
-        for p, count in model.matrices()
-    }
+    plain = {}
+    for name, p in model.transformer.h.named_parameters():
+        if p.dim() == 2:
+            parts = np.split(p.detach().numpy(), 3 if "c_attn" in name else 1)
+            plain[p] = [PlainMuon(part) for part in parts]
     for step in range(3):
         set_gradients(model, step)
         for p, parts in plain.items():
@@ -83,6 +83,24 @@ def test_the_matrices_are_updated_as_by_a_plain_implementation(monkeypatch, most
     for p, parts in plain.items():
         expected = torch.tensor(np.concatenate([part.weight for part in parts]))
         torch.testing.assert_close(p.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_stacked_matrices_are_updated_like_separate_ones():
+    """Also of different sizes, as with fewer heads for keys and values than for queries."""
+    rng = torch.Generator().manual_seed(0)
+    stacked = torch.nn.Parameter(torch.randn(16 + 8 + 4, 16, generator=rng))
+    separate = [torch.nn.Parameter(part.clone()) for part in stacked.detach().split([16, 8, 4])]
+    for params, rows in (([stacked], [[16, 8, 4]]), (separate, [[16], [8], [4]])):
+        groups = [{"params": params, "weight_decay": 0.1}]
+        pairs = list(zip(params, rows, strict=True))
+        optimizer = MuonAdamW(groups, pairs, False, ALONE, lr=0.01)
+        for seed in range(3):
+            grad = torch.randn(28, 16, generator=torch.Generator().manual_seed(seed))
+            sizes = [len(p) for p in params]
+            for p, part in zip(params, grad.split(sizes), strict=True):
+                p.grad = part.clone()
+            optimizer.step()
+    assert torch.equal(stacked, torch.cat(separate))
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 8), (8, 24)])

@@ -19,6 +19,7 @@ from conftest import NEEDS_GPT2, NEEDS_POSIX, flags, records, run
 from safetensors.torch import load_file, save_file
 from test_model import TINY, generate, hugging_face, spread, tokens
 
+import sample as sample_program
 import train_gpt2
 from model import GPT, SHAPES, GPTConfig
 from support.checkpoint import save
@@ -42,12 +43,12 @@ def loaded(path: Path, **changes) -> GPT:
 def sample(capsys, source: Path | str) -> tuple[int, str]:
     """Return the exit code of a sample from source, and its error: one line if it is a mistake."""
     capsys.readouterr()
-    line = ["--sample-only", "--sample-tokens=3", "--temperature=0"]
-    code = train_gpt2.main([f"--init-from={source}", *line])
+    line = ["--sample-tokens=3", "--temperature=0", "--prompt="]
+    code = sample_program.main([str(source), *line])
     out, err = capsys.readouterr()
     assert code in (0, 2)
     if code:
-        assert out == "" and err.startswith("train_gpt2.py: error: ")
+        assert out == "" and err.startswith("sample.py: error: ")
         assert err.count("\n") == 1
     return code, err
 
@@ -115,9 +116,9 @@ FORK = {  # a field that GPT-2 does not have: each block subtracts what it shoul
         "        if self.negated:",
         "            return x - self.drop(self.mlp(self.ln_2(x)))",
     ),
-    "train_gpt2.py": after(
-        '    n_embd: int = flag(768, "channels of the residual stream", KEEP, min=1)',
-        "    negated: bool = flag(False, 'of the fork', on_resume=KEEP)",
+    "config.py": after(
+        '    n_embd: int = flag(768, "channels of the residual stream", "refuse", min=1)',
+        "    negated: bool = flag(False, 'of the fork', 'refuse')",
     ),
 }
 

@@ -8,7 +8,7 @@ from conftest import NEEDS_GPT2, jsonl
 
 from dataloader import VOCAB_SIZES
 from support import evaluate, tokenizer
-from support.errors import UserError
+from support.ending import UserError
 from support.evaluate import Example, open_examples
 
 ENDINGS = ["uses wrap.", "rips tiles off\u2026", "<|endoftext|>", " starts"]

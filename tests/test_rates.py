@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import rates
 
-import train_gpt2
+import config
 
 BENCHMARKS = Path(rates.__file__).parent
 
@@ -47,7 +47,7 @@ def test_a_table_compares_the_best_rates_with_the_rule(tmp_path):
     first, second = rates.rows(runs)
     assert (first["channels"], first["best"], second["best"]) == ("128", "0.006", "0.003")
     assert float(first["rule / best"]) == pytest.approx(
-        train_gpt2.muon_learning_rate(128) / 6e-3, abs=0.005
+        config.muon_learning_rate(128) / 6e-3, abs=0.005
     )
     pytest.importorskip("matplotlib")
     rates.draw(runs, tmp_path / "rates.png")

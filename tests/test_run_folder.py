@@ -9,7 +9,7 @@ import pytest
 from conftest import NEEDS_POSIX, flags, losses, train
 
 import train_gpt2
-from support.checkpoint import choose_out_dir
+from support.run_folder import choose_out_dir
 
 
 def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):

@@ -39,14 +39,17 @@ from safetensors.torch import save_file
 from torch._inductor.utils import run_and_get_code
 
 import dataloader
+import sample
 import train_gpt2
-from model import GPT, SHAPES, GPTConfig
+from config import TrainConfig
+from model import GPT, MLP, SHAPES, GPTConfig
 from support.checkpoint import checkpoints
 from support.cli import spell
-from support.distributed import World
-from support.errors import printable
+from support.device import autocast
+from support.ending import printable
 from support.pretrained import OWN, hf_config, hf_weights
-from train_gpt2 import TrainConfig, learning_rate
+from support.ranks import World
+from train_gpt2 import learning_rate
 
 SCRIPT = train_gpt2.__file__
 KILLED = -signal.SIGKILL if os.name == "posix" else signal.SIGTERM
@@ -60,10 +63,21 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_tenth():
     config = TrainConfig(steps=19_073)
     rates = [learning_rate(step, config) for step in (0, 714, 715, 9894, 19_073)]
     assert rates == pytest.approx([6e-4 / 715, 6e-4, 6e-4, 3.3e-4, 6e-5])
-    assert learning_rate(9894, replace(config, cosine=False)) == 6e-4
+    assert learning_rate(9894, replace(config, schedule="constant")) == 6e-4
     to_zero = replace(config, decay_to=0.0)
     rates = [learning_rate(step, to_zero) for step in (714, 9894, 19_073)]
     assert rates == pytest.approx([6e-4, 3e-4, 0])
+
+
+def test_the_learning_rate_of_wsd_stays_and_falls_along_a_line_over_the_last_fifth():
+    config = TrainConfig(steps=1000, warmup_steps=100, schedule="wsd", learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in (49, 99, 100, 799, 800, 900, 999)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 0.55, 0.1045])
+    half = replace(config, decay_share=0.5, decay_to=0)
+    assert [learning_rate(step, half) for step in (499, 750)] == pytest.approx([1, 0.5])
+    for share, last in ((1, 1 / 900), (0, 1)):  # from the warm-up on; never
+        whole = replace(config, decay_share=share, decay_to=0)
+        assert learning_rate(999, whole) == pytest.approx(last)
 
 
 @pytest.mark.parametrize("pad_vocab", [True, False])
@@ -160,7 +174,7 @@ def test_the_micro_batch_is_the_largest_that_every_rank_has_memory_for(data_dir,
     code, _, err = train(line, tmp_path / "none", 2, inject=partial(little_memory, 0))
     assert code == 2 and "not even one sequence fits" in err
     assert_resumes_to_the_bit(line, tmp_path, 2, inject=partial(little_memory, 4))
-    assert saved_state(tmp_path / "whole/run")["config"]["micro_batch_size"] == 4
+    assert saved_state(tmp_path / "whole/run")["micro_batch_size"] == 4
     # A resumed run keeps the size that it has, since another one would change the last bits.
     code, out, err = train([*line, "--resume", "--steps=14"], tmp_path / "whole", 2)
     assert code == 0 and "not bit for bit" not in out, err
@@ -226,21 +240,21 @@ def count_graphs(rank: int):
 def test_compiled_code_holds_the_logits_of_one_chunk(bf16):
     """In one graph with the rest, those of all eight were in memory at once."""
     changes = {"compile": True, "bf16": bf16, "loss_chunk_tokens": 16}
-    config = train_gpt2.TrainConfig(**TINY | changes)
+    config = TrainConfig(**TINY | changes)
     world = World(0, 1, torch.device("cpu"))
     x, y = torch.randint(257, (2, 8, 16), generator=torch.Generator().manual_seed(1))
     results = []
 
     def loss_and_gradients(net):
-        with train_gpt2.autocast(config, world.device):
+        with autocast(config.dtype, world.device):
             loss = net(x, y)
         loss.backward()
         grads = [p.grad.flatten() for p in net.parameters()]
         results.append(torch.cat([loss.detach().view(1), *grads]))
 
     torch.compiler.reset()
-    loss_and_gradients(GPT(config.shape(257), config.computation()))
-    model = GPT(config.shape(257), config.computation())
+    loss_and_gradients(GPT(config.shape(257), config.compute_config()))
+    model = GPT(config.shape(257), config.compute_config())
     _, codes = run_and_get_code(loss_and_gradients, train_gpt2.speed_up(model, config, world))
     chunks = [len(re.findall(r"= empty_strided_cpu\w*\(\(16, 320\)", code)) for code in codes]
     assert sum(chunks) in (1, 2) and len(codes) == 4, chunks  # forward and backward of net and loss
@@ -254,6 +268,47 @@ def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
     assert digest(watched) == digest(whole[1])
     assert [*records(watched, "val_loss")] == [0, 5, 10, 12]
     assert [*records(watched, "hellaswag_acc")] == [*records(watched, "sample")] == [5, 10, 12]
+
+
+def count_read_backs(rank: int):
+    """Injection: how many checkpoints this process reads back, in a file."""
+    check_readable, path = train_gpt2.checkpoint.check_readable, Path("read back")
+
+    def counted(*args):
+        path.write_text(f"{path.read_text() if path.exists() else ''}{args[0].name} ")
+        check_readable(*args)
+
+    train_gpt2.checkpoint.check_readable = counted
+
+
+def test_each_process_reads_its_first_save_back_a_resumed_one_too(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", save_every=2)
+    assert train(line, tmp_path, kill_after=7, inject=count_read_backs)[0] == KILLED
+    assert (tmp_path / "read back").read_text() == "step_000002 "
+    assert train([*line, "--resume"], tmp_path, inject=count_read_backs)[0] == 0
+    assert (tmp_path / "read back").read_text() == "step_000002 step_000008 "
+
+
+def note_modes(rank: int):
+    """Injection: in which mode the network computes, with and without gradients, in a file."""
+    forward, modes = MLP.forward, set()
+
+    def noted(self, x):
+        modes.add(f"{'training' if torch.is_grad_enabled() else 'watching'} {self.training}")
+        Path("modes").write_text(" ".join(sorted(modes)))
+        return forward(self, x)
+
+    MLP.forward = noted
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_evaluations_run_in_evaluation_mode_and_training_in_its_own(data_dir, tmp_path, dropout):
+    """Validation, samples and questions, whatever the flags: whoever adds a layer that looks at
+    self.training counts on it."""
+    asked = {"hellaswag": questions(tmp_path), "steps": 4, "eval_every": 2}
+    line = flags(data_dir=data_dir, out_dir="run", dropout=dropout, **asked)
+    assert train(line, tmp_path, inject=note_modes)[0] == 0
+    assert (tmp_path / "modes").read_text() == "training True watching False"
 
 
 def test_a_run_learns(whole):
@@ -297,7 +352,7 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_saves_and_exits_with_3(data_dir, tmp_path, ranks):
     line = flags(data_dir=data_dir, out_dir="run", steps=2000, save_every=0, log_every=1)
-    processes = start_ranks([*line, "--no-cosine"], tmp_path, ranks)
+    processes = start_ranks([*line, "--schedule=constant"], tmp_path, ranks)
     log = tmp_path / "run" / "log.jsonl"
     while not (log.exists() and '"loss"' in log.read_text()):
         assert processes[0].is_alive()
@@ -429,7 +484,7 @@ def test_dropout_differs_by_step_and_seed_and_spares_validation(whole, data_dir,
     assert records(out_dirs[0], "val_loss")[0] == pytest.approx(records(whole[1], "val_loss")[0])
 
 
-# ---- Weights of other runs and programs, --eval-only, --sample-only ------------------------------
+# ---- Weights of other runs and programs, --eval-only, sample.py ----------------------------------
 
 
 def hugging_face_folder(model: GPT, folder: Path) -> Path:
@@ -453,6 +508,17 @@ def test_a_run_goes_on_from_the_weights_of_another(whole, data_dir, tmp_path):
         assert first == records(whole[1], "val_loss")[12]
 
 
+def test_weights_that_are_trained_already_are_sampled_and_asked_before_the_first_step(
+    whole, data_dir, tmp_path
+):
+    """The baseline of a finetuning. Random weights would only write noise."""
+    asked = {"hellaswag": questions(tmp_path), "steps": 2, "warmup_steps": 1}
+    for init_from, first in ((whole[1], 0), (None, 2)):
+        changes = asked | {"init_from": init_from} | (OF_WEIGHTS if init_from else {})
+        out_dir = run(tmp_path, data_dir, f"run{first}", **changes)
+        assert min(records(out_dir, "sample")) == min(records(out_dir, "hellaswag_acc")) == first
+
+
 def test_a_finetuned_run_goes_on_without_its_source(data_dir, tmp_path):
     shape = GPTConfig(257, seq_len=16, n_layer=2, n_head=2, n_embd=32)
     folder = hugging_face_folder(GPT(shape), tmp_path / "hf")
@@ -474,7 +540,7 @@ def test_a_small_model_of_hugging_faces_is_finetuned_and_goes_back(data_dir, tmp
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "small")
     changes = {"steps": 60, "learning_rate": 3e-3, "batch_tokens": 1024, "seq_len": 64}
     line = flags(data_dir=data_dir, out_dir="run", init_from="small", **OF_WEIGHTS | changes)
-    code, _, err = train([*line, "--dropout=0.1", "--no-cosine"], tmp_path)
+    code, _, err = train([*line, "--dropout=0.1", "--schedule=constant"], tmp_path)
     assert code == 0, err
     first, last = records(tmp_path / "run", "val_loss").values()
     assert last < first - 1
@@ -486,12 +552,12 @@ def test_a_small_model_of_hugging_faces_is_finetuned_and_goes_back(data_dir, tmp
     assert tokenizer.decode(ids[0]).startswith("abc") and len(ids[0]) > 5
 
 
-def test_sample_only_and_eval_only_are_what_the_run_said(data_dir, tmp_path, capsys, monkeypatch):
+def test_sample_and_eval_only_say_what_the_run_said(data_dir, tmp_path, capsys):
     asked = {"hellaswag": questions(tmp_path), "prompt": "abc", "num_samples": 2}
     out_dir = run(tmp_path, data_dir, sample_tokens=200, **asked)
     before = snapshot(out_dir)
     capsys.readouterr()
-    assert train_gpt2.main(["--out-dir", str(out_dir), "--sample-only"]) == 0
+    assert sample.main([str(out_dir), "--prompt=abc", "--num-samples=2"]) == 0
     assert capsys.readouterr().out == printable(records(out_dir, "sample")[12]) + "\n"
     assert train_gpt2.main(["--out-dir", str(out_dir), "--eval-only", "--resume"]) == 0
     out = capsys.readouterr().out
@@ -506,25 +572,25 @@ def test_init_from_goes_before_the_run_in_out_dir(whole, data_dir, capsys):
     assert "step_000012: 784 validation tokens: loss" in capsys.readouterr().out
 
 
-def test_sample_only_on_a_terminal_continues_each_line_that_is_typed(whole, capsys, monkeypatch):
+def test_sample_continues_each_line_that_is_typed_on_a_terminal(whole, capsys, monkeypatch):
     typed = io.StringIO("abc\nxyz\n")
     typed.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", typed)
-    assert train_gpt2.main(["--out-dir", str(whole[1]), "--sample-only", "--top-k=1"]) == 0
+    assert sample.main([str(whole[1]), "--top-k=1"]) == 0
     first, second = capsys.readouterr().out.split("prompt> ")[1:3]
     assert first.startswith("abc") and second.startswith("xyz") and len(first) > 10
 
 
 def test_each_line_of_a_pipe_is_a_prompt_and_an_empty_one_begins_a_document(whole, tmp_path):
-    line = ["--out-dir", str(whole[1]), "--sample-only", "--top-k=1", "--sample-tokens=9"]
-    command = [sys.executable, SCRIPT, *line]
+    line = [str(whole[1]), "--top-k=1", "--sample-tokens=9"]
+    command = [sys.executable, sample.__file__, *line]
     done = subprocess.run(command, input=b"abc\n\nxyz", capture_output=True, timeout=60)
     assert done.returncode == 0 and done.stderr.endswith(
         b"reading prompts from stdin, one a line\n"
     )
     first, of_none, third = done.stdout.decode().split("\n---\n")
     assert first.startswith("abc") and third.startswith("xyz") and first[3:] != third[3:]
-    typed = train_gpt2.main([*line, "--prompt="])
+    typed = sample.main([*line, "--prompt="])
     nothing = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     assert typed == 0 and nothing.stdout.decode() == of_none + "\n"
     empty = subprocess.run(command, input=b"", capture_output=True, timeout=60)
@@ -663,8 +729,7 @@ MISTAKES = {
     f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has --n-head 2: leave it out",
     f"{WEIGHTS} weights257 --seq-len 64": "--seq-len 64: weights257 has --seq-len 16: leave it out",
     f"{WEIGHTS} weights100": "token 256, the network knows 0 to 99",
-    "--sample-only": "no checkpoint in new: name a run",
-    "--eval-only --resume": "no checkpoint in new: name a run",
+    "--sample-only": "--sample-only here is a program, sample.py",
 }
 
 
@@ -681,6 +746,13 @@ def test_a_mistake_is_one_line(line, data_dir, wrong_things, monkeypatch, capsys
     out, err = capsys.readouterr()
     assert_one_line(err, MISTAKES[line])
     assert out == "" and snapshot(wrong_things) == before and not Path("new").exists()
+
+
+def test_an_evaluation_without_weights_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt2.main(["--eval-only", "--resume", "--out-dir=new"]) == 2
+    assert_one_line(capsys.readouterr().err, "no checkpoint in new: name a run by --out-dir")
+    assert not os.listdir()
 
 
 def test_a_missing_library_is_one_line_and_leaves_no_run_behind(data_dir, tmp_path, monkeypatch):
@@ -759,7 +831,7 @@ def test_a_run_that_has_ended_holds_nothing(data_dir, tmp_path, monkeypatch):
         return train(run)
 
     monkeypatch.setattr(train_gpt2, "train", note_and_train)
-    monkeypatch.setattr(train_gpt2.logger, "draw_losses", lambda *_: None)  # matplotlib has cycles
+    monkeypatch.setattr(train_gpt2.log, "draw_losses", lambda *_: None)  # matplotlib has cycles
     gc.collect()
     gc.disable()
     try:

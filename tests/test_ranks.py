@@ -1,4 +1,4 @@
-"""Tests ../support/distributed.py: who the ranks are, and how they end together."""
+"""Tests ../support/ranks.py: who the ranks are, and how they end together."""
 
 import json
 import math
@@ -12,9 +12,9 @@ from conftest import finish, free_port, start_ranks
 from test_cli import HOSTILE, refused
 
 import train_gpt2
-from support import distributed, errors
-from support.distributed import World, find_world
-from support.errors import NoGoodCheckpoint, NumericalError, UserError
+from support import ending, ranks
+from support.ending import NoGoodCheckpoint, NumericalError, UserError
+from support.ranks import World, find_world
 
 ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 EIGHT = ONE | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
@@ -72,18 +72,18 @@ def test_the_group_of_ranks_waits_longer_than_the_watchdog(monkeypatch):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in ({"RANK": "0", "WORLD_SIZE": "1"} | where).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed.dist, "init_process_group", connect)
-    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: None)
-    with distributed.process_group(World(0, 2, torch.device("cpu"))):
-        assert timeouts[0] > errors.TIMEOUT_S
+    monkeypatch.setattr(ranks.dist, "init_process_group", connect)
+    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: None)
+    with ranks.process_group(World(0, 2, torch.device("cpu"))):
+        assert timeouts[0] > ending.TIMEOUT_S
 
 
 def test_several_gpus_without_nccl_are_refused(monkeypatch):
     """As on Windows. torch's own error would be a traceback."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(distributed.dist, "is_nccl_available", lambda: False)
-    group = distributed.process_group(World(0, 2, torch.device("cuda", 0)))
-    with pytest.raises(errors.UserError, match="use one GPU, or Linux"), group:
+    monkeypatch.setattr(ranks.dist, "is_nccl_available", lambda: False)
+    group = ranks.process_group(World(0, 2, torch.device("cuda", 0)))
+    with pytest.raises(ending.UserError, match="use one GPU, or Linux"), group:
         pass
 
 
@@ -95,9 +95,9 @@ def fail_on_main(world: World):
     values = torch.tensor([1.0, math.inf if world.rank else 1.0])
     assert world.sum(values).tolist() == [2, math.inf]
     assert world.gather(world.rank) == [0, 1]
-    assert world.from_main(str, world.rank) == "0"
+    assert world.call_on_main(str, world.rank) == "0"
     world.check_same({"--seed": 1})
-    world.from_main(fail)
+    world.call_on_main(fail)
 
 
 def differ(world: World):
@@ -105,7 +105,7 @@ def differ(world: World):
 
 
 def have_no_number(world: World):
-    world.raise_on_all(NumericalError(f"seen by rank {world.rank}"))
+    world.end_all(NumericalError(f"seen by rank {world.rank}"))
 
 
 ENDS = [

@@ -1,4 +1,4 @@
-"""Tests ../support/errors.py: the one line of an error, signals, and the watchdog."""
+"""Tests ../support/ending.py: the one line of an error, signals, and the watchdog."""
 
 import os
 import signal
@@ -9,13 +9,14 @@ import pytest
 from conftest import NEEDS_POSIX
 
 import train_gpt2
-from support import errors, logger
+from support import ending, log
+from support.ending import Phase
 
 
 def test_a_terminal_obeys_no_text(capsys):
-    logger.show("\x1b[31mred\x9b2J\r\n\tünï\x07\x7f\0")
+    log.show("\x1b[31mred\x9b2J\r\n\tünï\x07\x7f\0")
     assert capsys.readouterr().out == "\\x1b[31mred\\x9b2J\\r\n\tünï\\x07\\x7f\\x00\n"
-    errors.print_error("a\nb \x1b[2J\u202e\ud800; cure")
+    ending.print_error("a\nb \x1b[2J\u202e\ud800; cure")
     assert capsys.readouterr().err == "train_gpt2.py: a b \\x1b[2J\\u202e\\ud800; cure\n"
 
 
@@ -46,22 +47,22 @@ def test_a_signal_waits_for_unsaved_steps_and_a_second_one_for_nothing(name, cap
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # without torchrun SIGHUP stops nothing
     number = getattr(signal, name)
     before = signal.getsignal(number)
-    with errors.StopSignals(is_main=True) as signals:
-        signals.has_unsaved_steps = True
+    with ending.StopSignals(is_main=True) as signals:
+        signals.phase = Phase.UNSAVED
         signal.raise_signal(number)
         assert signals.received and "saving it" in capfd.readouterr().err
         signal.raise_signal(number)  # torchrun passes on what the terminal has sent already
-        signals.received_at -= errors.SECOND_SIGNAL_S
+        signals.received_at -= ending.SECOND_SIGNAL_S
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-        signals.is_over = True
+        signals.phase = Phase.ENDED
         signal.raise_signal(number)
     assert signal.getsignal(number) == before and capfd.readouterr().err == ""
 
 
 @NEEDS_POSIX
 def test_a_signal_ends_at_once_where_nothing_is_unsaved():
-    with errors.StopSignals(is_main=True) as signals:
+    with ending.StopSignals(is_main=True) as signals:
         signal.raise_signal(signal.SIGHUP)  # a closed terminal stops nothing
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
@@ -70,17 +71,17 @@ def test_a_signal_ends_at_once_where_nothing_is_unsaved():
 
 HANG = """
 import time
-from support import errors
-errors.TIMEOUT_S = 0.5
+from support import ending
+ending.TIMEOUT_S = 0.5
 def wait_for_another_rank():
     time.sleep(60)
 for _ in range(4):
-    errors.reset_watchdog()
+    ending.reset_watchdog()
     time.sleep(0.2)
-errors.stop_watchdog()
+ending.stop_watchdog()
 time.sleep(0.7)
 print("progress is no hang", flush=True)
-errors.reset_watchdog()
+ending.reset_watchdog()
 wait_for_another_rank()
 """
 

@@ -1,4 +1,4 @@
-"""Tests ../support/logger.py: what a run shows people, in log.jsonl and on the terminal."""
+"""Tests ../support/log.py: what a run shows people, in log.jsonl and on the terminal."""
 
 import io
 import json
@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import flags, losses, records, train
 
-from support import logger
-from support.errors import UserError
-from support.logger import Logger, start_wandb
-from train_gpt2 import TrainConfig
+from config import TrainConfig
+from support import log as log_module
+from support import report
+from support.ending import UserError
+from support.log import Log, start_wandb
 
 # ---- log.jsonl -----------------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ def test_a_run_says_what_it_is_and_ends_with_the_next_commands(data_dir, tmp_pat
     best = min(val_losses, key=val_losses.get)
     assert done.startswith(f"done: 12 steps, validation {val_losses[12]:.4f}, best ")
     assert f"{val_losses[best]:.4f} after step {best}; written: a run/step_000012" in done
-    assert sample == "sample: python train_gpt2.py --out-dir 'a run' --sample-only"
+    assert sample == "sample: python sample.py 'a run'"
     assert curves == "curves: python benchmarks/plot.py 'a run'"
 
 
@@ -74,15 +75,15 @@ def test_the_end_names_the_best_checkpoint_if_it_is_not_the_last(data_dir, tmp_p
     assert code == 0, err
     command = next(line for line in out.splitlines() if line.startswith("of the best: python "))
     arguments = command.split()[5:]
-    assert arguments == ["--init-from", "run/step_000004", "--sample-only"]
-    code, _, err = train([*arguments, "--sample-tokens=3"], tmp_path)
+    assert arguments == ["run/step_000004"]
+    code, _, err = train([*arguments, "--sample-tokens=3", "--prompt="], tmp_path, script="sample")
     assert code == 0, err
 
 
-def lines_of(warn, *args, log: Logger | None = None, **run) -> list[str]:
+def lines_of(warn, *args, log: Log | None = None, **run) -> list[str]:
     """What one of the logger's functions prints about a run."""
     lines = []
-    log = log or Logger(Path("nowhere"), is_main=False)
+    log = log or Log(Path("nowhere"), is_main=False)
     log.print = lines.append
     warn(SimpleNamespace(log=log, **run), *args)
     return lines
@@ -91,17 +92,17 @@ def lines_of(warn, *args, log: Logger | None = None, **run) -> list[str]:
 def test_a_validation_loss_that_rises_for_a_third_of_the_run_is_told_once():
     config = SimpleNamespace(steps=300)
     val_losses, told = {}, []
-    log = Logger(Path("nowhere"), is_main=False)
+    log = Log(Path("nowhere"), is_main=False)
     for step, loss in {0: 9, 50: 3, 100: 3.2, 150: 3.02, 200: 3.1, 250: 3.2, 300: 3.3}.items():
         val_losses[step] = loss
         lines = lines_of(
-            logger.warn_if_overfitting, log=log, config=config, step=step, val_losses=val_losses
+            report.warn_if_overfitting, log=log, config=config, step=step, val_losses=val_losses
         )
         told += [step] * len(lines)
         assert all("since step 50:" in line and "--dropout" in line for line in lines)
     assert told == [200]
     # A loss that is not finite is not among them, and may be the only one.
-    assert not lines_of(logger.warn_if_overfitting, config=config, step=300, val_losses={})
+    assert not lines_of(report.warn_if_overfitting, config=config, step=300, val_losses={})
 
 
 def test_many_epochs_are_told(data_dir, tmp_path):
@@ -113,10 +114,10 @@ def test_many_epochs_are_told(data_dir, tmp_path):
 
 def test_a_step_of_minutes_is_told_before_it_is_over():
     config = SimpleNamespace(model="gpt2", batch_tokens=524288, steps=50)
-    assert not lines_of(logger.warn_if_slow, 59, config=config, step=0)
-    (line,) = lines_of(logger.warn_if_slow, 600, config=config, step=0)
+    assert not lines_of(report.warn_if_slow, 59, config=config, step=0, first_step=0)
+    (line,) = lines_of(report.warn_if_slow, 600, config=config, step=0, first_step=0)
     assert "0:10:00" in line and "8:20:00" in line and "--model nano" in line
-    (line,) = lines_of(logger.warn_if_slow, 600, config=config, step=10)  # resumed
+    (line,) = lines_of(report.warn_if_slow, 600, config=config, step=10, first_step=10)  # resumed
     assert "6:40:00" in line and "--model nano" not in line
 
 
@@ -124,20 +125,20 @@ def test_a_cell_of_a_notebook_is_no_terminal(monkeypatch):
     """Jupyter gives the commands of a cell a pseudo terminal."""
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    assert logger.is_terminal(sys.stdout) and logger.default_interval(1200) == 1
+    assert log_module.is_terminal(sys.stdout) and log_module.default_interval(1200) == 1
     monkeypatch.setenv("JPY_PARENT_PID", "1")
-    assert not logger.is_terminal(sys.stdout) and logger.default_interval(1200) == 60
-    assert logger.default_interval(1) == 1
+    assert not log_module.is_terminal(sys.stdout) and log_module.default_interval(1200) == 60
+    assert log_module.default_interval(1) == 1
 
 
 def test_what_is_missing_on_this_machine_is_told(monkeypatch):
     cases = (("smi", "2.13.0+cpu", True), (None, "2.13.0+cpu", False), ("smi", "2.13.0", False))
     for gpu, version, is_told in cases:
         monkeypatch.setattr(shutil, "which", lambda name, gpu=gpu: gpu)
-        hints = logger.hints({"device": "cpu", "torch": version}, "bytes")
+        hints = report.missing_parts({"device": "cpu", "torch": version}, "bytes")
         assert any("this torch is for CPUs" in line for line in hints) == is_told
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "/nowhere")
-    assert "TIKTOKEN_CACHE_DIR" in logger.hints({"device": "cuda", "torch": ""}, "gpt2")[0]
+    assert "TIKTOKEN_CACHE_DIR" in report.missing_parts({"device": "cuda", "torch": ""}, "gpt2")[0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
@@ -147,15 +148,15 @@ def test_a_reader_that_goes_away_stops_nothing(capfd, monkeypatch):
     os.close(reader)
     with open(writer, "w") as gone:
         monkeypatch.setattr(sys, "stdout", gone)
-        logger.show("a line")
-        logger.show("another")
+        log_module.show("a line")
+        log_module.show("another")
 
 
 def test_without_stdout_and_stderr_nothing_is_shown(monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    logger.show("a line")
-    assert [*logger.progress(range(3), "step 1", True)] == [0, 1, 2]
+    log_module.show("a line")
+    assert [*log_module.progress(range(3), "step 1", True)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("is_terminal", "is_main"), [(1, 1), (1, 0), (0, 1)])
@@ -163,7 +164,7 @@ def test_only_a_terminal_gets_lines_that_overwrite_themselves(is_terminal, is_ma
     stderr = io.StringIO()
     stderr.isatty = lambda: bool(is_terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
-    for _ in logger.progress(range(3), "validation", bool(is_main)):
+    for _ in log_module.progress(range(3), "validation", bool(is_main)):
         time.sleep(0.6)
     assert ("validation" in stderr.getvalue()) == bool(is_terminal and is_main)
 
@@ -181,13 +182,13 @@ def test_weights_and_biases_get_the_figures_of_each_step(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for _ in range(2):
-        log = Logger(tmp_path, True, start_wandb(tmp_path))
+        log = Log(tmp_path, True, start_wandb(tmp_path, True))
         log.record(step=1, loss=2.5, grad_norm=0.5)
         log.record(saved=1, save_s=0.1)
         log.file.close()
     assert logged == [{"loss": 2.5, "grad_norm": 0.5, "step": 1}] * 2
     assert started[0] == started[1] and started[0]["resume"] == "allow"
-    start_wandb(tmp_path / "other")
+    start_wandb(tmp_path / "other", True)
     assert started[2]["id"] != started[0]["id"]
 
 
@@ -197,4 +198,4 @@ def test_weights_and_biases_without_an_account_is_one_line(tmp_path, monkeypatch
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(UserError, match="--wandb: No API key .*: .*wandb login, or set WANDB_MODE"):
-        start_wandb(tmp_path)
+        start_wandb(tmp_path, True)

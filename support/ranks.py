@@ -1,24 +1,28 @@
-"""The processes of a run (ranks): who they are, how they start, sum and compare."""
+"""The processes of a run (ranks): who they are, how they connect, sum, compare and end together."""
 
 import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from support.errors import TIMEOUT_S, NumericalError, RunError, UserError, tell_torchrun
+from support.ending import TIMEOUT_S, NumericalError, RunError, UserError, tell_torchrun
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run, as torchrun started them; without it, the only one."""
+    """This process among the ranks that torchrun started; without torchrun, the only one. Every
+    method is a collective call: all ranks must make it, in the same order."""
 
     rank: int
     size: int
@@ -34,31 +38,35 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def gather_shares(self, shares: Tensor):
-        """Fill shares, (ranks, ...), where each rank has filled the row of its own number."""
-        # As bytes, since gloo does not gather bfloat16 in each version of torch.
-        rows = list(shares.view(torch.uint8))
-        dist.all_gather(rows, rows[self.rank].clone())
+    def gather_rows(self, rows: Tensor):
+        """Fill rows, (ranks, ...), in place. Each rank brings the row of its own number."""
+        # As bytes, since some versions of gloo do not gather bfloat16.
+        parts = list(rows.view(torch.uint8))
+        dist.all_gather(parts, parts[self.rank].clone())
 
-    def gather(self, value) -> list:
-        """Return the value of each rank, on all of them."""
+    def gather(self, value: Result) -> list[Result]:
+        """Return the value of each rank, on every rank."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def from_main(self, function: Callable, *args):
-        """Return on every rank what function(*args) returns on the main rank. If it raises there,
-        every rank ends, and the main one says why."""
+    def barrier(self):
+        """Wait for all ranks."""
+        self.gather(None)
+
+    def call_on_main(self, function: Callable[..., Result], *args) -> Result:
+        """Call function(*args) on the main rank, and return its result on every rank. If it
+        raises, every rank ends, and the main rank says why."""
 
         def on_main():
             return function(*args) if self.is_main else None
 
-        return self.gather(self.on_all(on_main))[0]
+        return self.gather(self.call_on_all(on_main))[0]
 
-    def on_all(self, function: Callable, *args):
-        """Return what function(*args) returns on this rank. If it raises on some ranks, every rank
-        ends, and the first of those says why."""
+    def call_on_all(self, function: Callable[..., Result], *args) -> Result:
+        """Call function(*args) on every rank, and return this rank's result. If it raises on some
+        ranks, every rank ends, and the first of those says why."""
         if self.size == 1:
             return function(*args)
         result = error = None
@@ -68,34 +76,34 @@ class World:
             error = raised
         codes = self.gather((getattr(error, "exit_code", 1), str(error)) if error else (0, ""))
         for rank, (code, text) in enumerate(codes):
-            if code and rank == self.rank:
+            if code and rank == self.rank and error:
                 raise error
             if code:
                 tell_torchrun(f"error: {text}")
                 sys.exit(code)
-        return result
+        return result  # type: ignore[return-value]  # no rank has an error, so this one has a result
 
-    def raise_on_all(self, error: RunError):
-        """Raise error on the main rank, and end the others with its exit code: for errors that all
-        ranks have, of which one message is enough."""
+    def end_all(self, error: RunError):
+        """Raise error on the main rank, and end the others with its exit code: for an error that
+        all ranks have, and one should print."""
         if self.is_main:
             raise error
         tell_torchrun(f"error: {error}")
         sys.exit(error.exit_code)
 
     def check_same(self, values: dict):
-        """Raise UserError unless every rank has the same values, by name, as the main one."""
+        """Raise UserError unless all ranks have the same values, by name, as the main rank."""
         main_values, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
             for name, value in main_values.items():
                 if theirs[name] != value:
                     text = f"{name} is {theirs[name]} on rank {rank} and {value} on rank 0"
-                    self.raise_on_all(UserError(f"{text}: start all ranks with the same"))
+                    self.end_all(UserError(f"{text}: start all ranks with the same"))
 
 
 def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
-    """Return this process's place among the ranks, and its device: the best there is, or one of
-    this kind. Raise UserError if torchrun's environment or the kind does not fit the machine."""
+    """Return this process's place among the ranks, and its device: the best that the machine has,
+    or one of this kind. Raise UserError if torchrun's variables or the kind do not fit."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name not in env]
     if len(missing) in (1, 2):
         raise UserError(f"{', '.join(missing)} not set, but others of torchrun's are: use torchrun")
@@ -130,19 +138,7 @@ def process_group(world: World) -> Iterator[None]:
         if world.size > 1 and not dist.is_nccl_available():  # as on Windows
             raise UserError("several GPUs need NCCL, which this torch lacks: use one GPU, or Linux")
     if world.size > 1:
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        # Longer than the watchdog waits, so that it is the one to end a hang: it shows the stacks.
-        limit = timedelta(seconds=TIMEOUT_S + 60)
-        try:
-            # torchrun keeps its store when it restarts the ranks, and in it the addresses of those
-            # that died: without a prefix of their own, the new ranks would wait for them.
-            store, rank, size = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
-        except (dist.DistError, ValueError) as error:
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            text = f"the ranks can't connect at {address} ({error!s:.200})"
-            raise UserError(f"{text}: is the port free, and MASTER_ADDR right?") from error
+        connect("nccl" if world.device.type == "cuda" else "gloo")
     try:
         yield
     finally:
@@ -151,15 +147,30 @@ def process_group(world: World) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def gradient_sync(net: nn.Module, enabled: bool):
-    """Return a context in which the passes average the gradients over the ranks, or do not."""
+def connect(backend: str):
+    # Longer than the watchdog waits: the watchdog must be what ends a hang, as it shows the stacks.
+    limit = timedelta(seconds=TIMEOUT_S + 60)
+    try:
+        # torchrun keeps its store when it restarts the ranks, and in it the addresses of those
+        # that died. Without a prefix of their own, the new ranks would wait for the dead ones.
+        store, rank, size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+    except (dist.DistError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        text = f"the ranks can't connect at {address} ({error!s:.200})"
+        raise UserError(f"{text}: is the port free, and MASTER_ADDR right?") from error
+
+
+def gradient_sync(net: nn.Module, enabled: bool) -> AbstractContextManager:
+    """Return a context in which backward averages the gradients over the ranks, or does not."""
     return net.no_sync() if isinstance(net, DDP) and not enabled else nullcontext()
 
 
 def check_ranks_agree(model: nn.Module, step: int, world: World):
     """Raise NumericalError unless all ranks hold the same weights, and finite ones."""
     weights = [p.detach() for p in model.parameters()]
-    # A sum of the bits as whole numbers has no rounding: it differs if one bit does.
+    # The sum of the bits as integers has no rounding: it differs if a single bit does.
     sums = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights]).tolist()
     all_finite = bool(torch.stack([p.sum() for p in weights]).isfinite().all())
     results = world.gather((sums, all_finite))
@@ -169,4 +180,4 @@ def check_ranks_agree(model: nn.Module, step: int, world: World):
     if others:
         reason = f"rank {', '.join(others)} has different weights from the others"
     if reason:
-        world.raise_on_all(NumericalError(f"after step {step} {reason}; nothing was saved"))
+        world.end_all(NumericalError(f"after step {step} {reason}; nothing was saved"))

@@ -1,0 +1,148 @@
+"""Continue prompts with a model: that of a run, of one of its checkpoints, or any other GPT-2.
+    python sample.py out/book                          # type prompts, or pipe them in
+    python sample.py out/book/step_000250 --prompt "Once upon" --num-samples 3
+    python sample.py gpt2 --prompt FILE:prompt.txt     # a name on the Hugging Face hub
+    python sample.py ckpt.pt                           # nanoGPT's file
+Without a name it takes the newest run in out/.
+"""
+
+import sys
+
+from support import ending
+
+if __name__ == "__main__":
+    ending.guard_imports()
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from config import DEVICES, TrainConfig
+from support import checkpoint, log
+from support.cli import flag, parse
+from support.ending import UserError
+from support.evaluate import sample
+from support.ranks import find_world
+from support.run_folder import choose_out_dir
+
+SYNONYMS = {  # what users of nanoGPT and of train_gpt2.py type, and what to type here
+    "--compile": "not needed: each sample has another length, so compiling would not pay",
+    "--dtype": "always float32",
+    "--init-from": "the name itself: python sample.py gpt2",
+    "--max-new-tokens": "--sample-tokens",
+    "--out-dir": "the name itself: python sample.py out/book",
+}
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    model: str = flag("", "a run, a checkpoint, weights, or a name on the hub", group="argument")
+    prompt: str = flag("", "text to continue, or FILE:NAME to read it (--start works too)")
+    num_samples: int = flag(1, "samples of each prompt", min=1)
+    sample_tokens: int = flag(200, "tokens of a sample", min=1)
+    temperature: float = flag(0.8, "0: always the likeliest token")
+    top_k: int = flag(50, "draw among the k likeliest tokens; 0: among all")
+    seed: int = flag(1337, "the same seed gives the same samples")
+    device: str = flag("auto", "where to compute", choices=DEVICES)
+
+
+def read_flags(argv: list[str]) -> dict:
+    """Return the flags that were typed, by name."""
+    argv = ["--prompt" + arg[7:] if arg.split("=")[0] == "--start" else arg for arg in argv]
+    typed = parse(SampleConfig, __doc__ or "", {}, SYNONYMS, argv)
+    prompt = typed.get("prompt", "")
+    if prompt.startswith("FILE:"):
+        try:
+            typed["prompt"] = Path(prompt[5:]).read_bytes().decode()
+        except (OSError, ValueError) as error:
+            raise UserError(f"--prompt {prompt} can't be read: {error}") from error
+    return typed
+
+
+def read_prompts() -> Iterator[str]:
+    """Yield what is typed on a terminal, line after line until Ctrl-D, or each line of a pipe or
+    file on stdin. If there is none of these, yield an empty prompt."""
+    on_terminal = log.is_terminal(sys.stdin)
+    if on_terminal:
+        ending.print_error("type the beginning of a text, or Ctrl-D to end")
+    else:
+        # Look at the kind of file first, since reading from some would wait forever. So may the
+        # pipe that a notebook opens and never writes to.
+        kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
+        is_unused_pipe = kind == stat.S_IFIFO and log.in_notebook()
+        if is_unused_pipe:
+            ending.print_error("in a notebook prompts come by --prompt, or from a file: < FILE")
+        if is_unused_pipe or kind not in (stat.S_IFIFO, stat.S_IFREG):
+            yield ""
+            return
+        ending.print_error("no --prompt: reading prompts from stdin, one a line")
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    is_empty = True
+    while True:
+        ending.stop_watchdog()  # waiting for the user is not a hang
+        try:
+            prompt = input("prompt> " if on_terminal else "")
+        except EOFError:
+            if on_terminal:
+                log.show("")  # Ctrl-D leaves the cursor behind "prompt> "
+            elif is_empty:
+                yield ""
+            return
+        is_empty = False
+        yield prompt
+
+
+def show_samples(flags: SampleConfig, prompts: Iterable[str]):
+    """Load the model, and print the samples of each prompt piece by piece."""
+    name = flags.model or str(choose_out_dir("", resume=True))
+    if not flags.model and not os.path.exists(name):
+        raise UserError("there is no run in out/: name a run, a checkpoint, or other weights")
+    weights = checkpoint.find_weights(name)
+    model, tokenizer = checkpoint.open_model(weights)
+    model.to(find_world({}, torch.cuda.device_count(), flags.device).device)
+    on_terminal = log.is_terminal(sys.stdin)
+    if on_terminal:
+        ending.print_error(f"sampling from {weights}")
+    sampling = asdict(flags) | {"model": "gpt2", "bf16": False, "warmup_steps": 0}
+    config = TrainConfig(**sampling)
+    is_first = True
+    for prompt in prompts:
+        try:
+            config = replace(config, prompt=prompt)
+        except UserError as error:  # not UTF-8
+            log.show(str(error))
+            continue
+        for number in range(config.num_samples):
+            if not is_first and (number or not on_terminal):
+                log.show("---")
+            is_first = False
+            for piece in sample(model, tokenizer, config, number):
+                log.show(piece, end="")
+            log.show("")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code. Only a bug shows a traceback."""
+    ending.program = "sample.py"
+    if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        typed = read_flags(sys.argv[1:] if argv is None else argv)
+        prompts = [typed["prompt"]] if "prompt" in typed else read_prompts()
+        show_samples(SampleConfig(**typed), prompts)
+        return ending.DONE
+    except (ending.RunError, FloatingPointError) as error:  # the second: the logits overflow
+        ending.print_error(f"error: {error}")
+        return getattr(error, "exit_code", UserError.exit_code)
+    except KeyboardInterrupt:
+        return ending.INTERRUPTED
+    finally:
+        ending.stop_watchdog()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""How a program ends: exit codes, one-line errors, signals, the watchdog, torchrun's last line.
+
+Exit codes: 0 done, or already complete; 1 a bug or a hang, with a traceback; 2 the user's mistake;
+3 stopped by a signal, everything saved; 4 a loss or gradient that is not finite, or ranks with
+different weights: no update was made; 6 the disk failed or is full; 7 no checkpoint is good; 130
+stopped by a signal before anything was saved, or by a second signal.
+
+train_gpt2.py imports this module before torch, so it imports the standard library alone.
+"""
+
+import ctypes
+import errno
+import faulthandler
+import json
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from enum import Enum, auto
+from pathlib import Path
+from types import FrameType
+
+DONE = 0
+STOPPED = 3
+INTERRUPTED = 130
+
+DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+TIMEOUT_S = 900  # a process without progress for this long is taken for hung
+SECOND_SIGNAL_S = 2  # torchrun repeats a signal that the terminal has already sent to its ranks
+SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")]
+
+program = "train_gpt2.py"  # the name in front of each error; sample.py sets its own
+
+
+class RunError(Exception):
+    """Ends the program with one line and its exit code. Any other exception is a bug."""
+
+    exit_code = 1
+
+
+class UserError(RunError):
+    exit_code = 2  # the line names the flag and the cure
+
+
+class NumericalError(RunError):
+    exit_code = 4
+
+
+class DiskError(RunError):
+    exit_code = 6
+
+
+class NoGoodCheckpoint(RunError):
+    exit_code = 7
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would obey or can't show: control characters except newline and tab,
+    lone surrogates, and characters that change the writing direction."""
+    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(controls, lambda match: ascii(match[0])[1:-1], text)
+
+
+def print_error(text: str):
+    """Print one line on stderr. The reader may be gone, which is no reason to fail."""
+    with suppress(OSError):
+        print(f"{program}: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
+
+
+def report(text: str):
+    """Print the line that a run ends with, and leave it for torchrun."""
+    print_error(text)
+    tell_torchrun(text)
+
+
+def tell_torchrun(text: str):
+    """Make torchrun's own traceback end with this line. torchrun names a file for each rank, and
+    prints the file of the rank that it saw fail first. That may be any rank, so every rank writes
+    the line, even where only one prints it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        text = printable(" ".join(text.split()))
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+
+
+class Phase(Enum):
+    """What a signal finds."""
+
+    STARTING = auto()  # nothing is saved yet: stop at once
+    SAVED = auto()  # every step is saved, as in an evaluation: stop at once
+    UNSAVED = auto()  # some steps are not saved: finish the step, save, then stop
+    ENDED = auto()  # the run is over and only cleans up: ignore the signal
+
+
+class StopSignals:
+    """Handles SIGINT, SIGTERM and SIGUSR1 by the phase of the run. Where it must stop at once, the
+    handler raises KeyboardInterrupt. In UNSAVED it only records the first signal; one that comes
+    more than SECOND_SIGNAL_S later raises KeyboardInterrupt. SIGHUP, from a closed terminal, is
+    ignored, except under torchrun, which stops its ranks itself."""
+
+    def __init__(self, is_main: bool):
+        self.is_main = is_main
+        self.phase = Phase.STARTING
+        self.received_at = math.inf  # s on the monotonic clock: the first signal
+        self.previous: dict = {}  # the handlers before ours
+
+    @property
+    def received(self) -> bool:
+        return self.received_at < math.inf
+
+    def __enter__(self):
+        for number in SIGNALS:
+            stops = number.name != "SIGHUP" or "TORCHELASTIC_RUN_ID" in os.environ
+            self.previous[number] = signal.signal(number, self.handle if stops else signal.SIG_IGN)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, frame: FrameType | None):
+        if self.phase is Phase.ENDED:
+            return
+        is_first = not self.received
+        # Recorded even if KeyboardInterrupt follows: Python drops one raised inside a destructor.
+        now = time.monotonic()
+        self.received_at = min(now, self.received_at)
+        if self.phase is Phase.UNSAVED and now - self.received_at <= SECOND_SIGNAL_S:
+            if is_first and self.is_main:
+                text = "finishing this step and saving it; to quit unsaved, Ctrl-C again after 2 s"
+                with suppress(OSError):  # os.write, since the signal may have interrupted a print
+                    os.write(2, f"\n{text}\n".encode())
+            return
+        if self.phase is Phase.SAVED:
+            self.phase = Phase.ENDED  # nothing is left to lose, so the goodbye is not interrupted
+        raise KeyboardInterrupt
+
+
+def ignore_signals():
+    """Ignore all stop signals. main() installs its own handlers and restores these afterwards, so
+    no late signal changes the exit code of a run that has saved everything."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
+    """Print the line that error ends the program with, and return its exit code. Return None for a
+    bug: it must show its traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        unsaved = "; steps since the last checkpoint are not saved"
+        if signals.is_main:
+            print_error(f"stopped by a signal{unsaved if signals.phase is Phase.UNSAVED else ''}")
+        return INTERRUPTED
+    # Not only RunError: dataloader.py, which imports nothing of ours, has errors with exit codes.
+    exit_code = getattr(error, "exit_code", None)
+    is_saved = signals.phase in (Phase.SAVED, Phase.ENDED)
+    if exit_code is None and signals.received and is_saved and not signals.is_main:
+        return STOPPED  # the main rank stopped first, and this one lost its connection
+    if exit_code is None and isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+        exit_code = DiskError.exit_code
+    if exit_code is not None:
+        report(f"error: {error}")
+    return exit_code
+
+
+def reset_watchdog():
+    """End the process with the stacks of all threads and exit code 1 after TIMEOUT_S, unless this
+    is called again before. Each micro-batch, evaluation batch and save calls it."""
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=2)
+
+
+def stop_watchdog():
+    faulthandler.cancel_dump_traceback_later()
+
+
+def guard_imports():
+    """Make Ctrl-C end the slow import of torch without a traceback. Ask Linux to kill this rank if
+    torchrun dies; otherwise it would keep training, and keep the run's lock."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun may have died before prctl was called. It keeps a store for its ranks.
+        try:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(address, timeout=60).close()
+        except (KeyError, ValueError, OSError):
+            print_error("torchrun has died: start it again")
+            sys.exit(1)

@@ -1,0 +1,147 @@
+"""What a run shows: log.jsonl, lines on the terminal, progress bars, Weights & Biases, loss.png.
+The trainer never reads any of it back."""
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from support.ending import UserError, printable
+from support.files import whole_file
+from support.run_folder import LOG
+
+
+class Log:
+    """Writes log.jsonl, one JSON record a line, and prints: on the main rank alone."""
+
+    def __init__(self, out_dir: Path, is_main: bool, wandb_run: Any = None):
+        self.is_main = is_main
+        self.wandb_run = wandb_run
+        self.has_warned = False  # of overfitting
+        self.recent_seconds: deque[float] = deque(maxlen=100)  # of the last steps
+        if not is_main:
+            return
+        self.path = out_dir / LOG
+        self.file = open(self.path, "ab+")
+        # A kill may have torn the last line. It stays as it is, and ours begin on a new one.
+        if self.file.tell():
+            self.file.seek(-1, os.SEEK_END)
+            if self.file.read(1) != b"\n":
+                self.file.write(b"\n")
+
+    def print(self, text: str):
+        if self.is_main:
+            show(text)
+
+    def record(self, **fields):
+        """Append a record to log.jsonl, and send its numbers to Weights & Biases."""
+        if not self.is_main:
+            return
+        try:
+            self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
+            self.file.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # Python names a file only where it is opened
+            raise
+        numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
+        if self.wandb_run and "step" in fields and numbers:
+            try:
+                self.wandb_run.log(numbers | {"step": fields["step"]})
+            except Exception as error:  # its threads, files and network are not worth the run
+                self.wandb_run = None
+                show(
+                    f"Weights & Biases logging has stopped: {type(error).__name__}: {error!s:.200}"
+                )
+
+    def time_left(self, num_steps: int) -> timedelta:
+        """Return how long num_steps will take if they are like the last ones."""
+        return timedelta(seconds=int(np.mean(self.recent_seconds) * num_steps))
+
+
+def show(text: str, end: str = "\n"):
+    """Print as long as somebody reads: `| head` and a closed terminal stop no run."""
+    try:
+        print(printable(text), end=end, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether stream is a terminal. A cell of a notebook, which looks like one, is not."""
+    return stream is not None and stream.isatty() and not in_notebook()
+
+
+def in_notebook() -> bool:
+    return "JPY_PARENT_PID" in os.environ  # set by Jupyter, and inherited
+
+
+def default_interval(num_steps: int) -> int:
+    """Return the steps between lines on stdout. Where the lines stay, as in a notebook or a file,
+    one per step would hide all others."""
+    return 1 if is_terminal(sys.stdout) else math.ceil(num_steps / 20)
+
+
+def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
+    """Return items, with a progress bar on a terminal if going through them takes a second."""
+    is_shown = is_main and is_terminal(sys.stderr)
+    return tqdm(items, desc=label, leave=False, delay=1, disable=not is_shown)
+
+
+def start_wandb(out_dir: Path, is_main: bool) -> Any:
+    """Return the Weights & Biases run of out_dir, the same one after a resume; None on the other
+    ranks. Raise UserError if the library is missing, or refuses."""
+    if not is_main:
+        return None
+    try:
+        os.environ.setdefault("WANDB_PROJECT", "train_gpt2")
+        import wandb
+
+        run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
+        return wandb.init(name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow")
+    except Exception as error:  # it has many
+        cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
+        raise UserError(f"--wandb: {error!s:.200}: {cure}") from error
+
+
+def is_drawn(step: int, num_steps: int) -> bool:
+    """Return whether loss.png shows the loss of this step. It shows at most a thousand of a run,
+    and each checkpoint holds them: a million steps are drawn and saved as fast as a thousand."""
+    return step % math.ceil(num_steps / 1000) == 0
+
+
+def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: dict[int, float]):
+    """Draw losses by step into path, if matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(8, 3.8), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, fontsize=13, parse_math=False)
+    if losses:
+        steps, values = [*losses], [*losses.values()]
+        axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
+        width = max(1, len(values) // 50)
+        smooth = np.convolve(values, np.ones(width) / width, "valid")
+        label = f"training: {smooth[-1]:.3f}, mean of {width} point{'s' if width > 1 else ''}"
+        axes.plot(steps[width // 2 :][: len(smooth)], smooth, color="#4a7fd0", label=label)
+    if val_losses:
+        last = max(val_losses)
+        label = f"validation: {val_losses[last]:.3f} after step {last:,}"
+        axes.plot([*val_losses], [*val_losses.values()], "o", color="#d1480f", label=label)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if losses or val_losses:
+        axes.legend(fontsize=12)
+    with whole_file(path) as f:
+        figure.savefig(f, format="png", dpi=200)

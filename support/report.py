@@ -1,0 +1,154 @@
+"""What a run says about itself: at its start, and when something looks wrong."""
+
+import shutil
+from collections import defaultdict
+from dataclasses import asdict, fields
+from datetime import timedelta
+
+from tqdm import tqdm
+
+from config import TrainConfig, has_moved
+from support.cli import spell, typed_as
+from support.run import Run
+from support.tokenizer import missing_vocab, vocab_cure
+
+OVERFITTING_CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
+
+
+def say_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
+    """Log and print where this process runs, the data, the network, and every flag."""
+    config, env = run.config, run.environment
+    run.log.record(
+        environment=env,
+        flags=asdict(config),
+        typed=sorted(typed),
+        off=off,
+        micro_batch_size=run.loader.B,
+        tokenizer=run.data.tokenizer,
+        resumed=run.step if state else None,
+    )
+    decayed, others = run.model.decay_groups()
+    num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
+    optimizer = f"{'Muon and ' if config.muon else ''}{'fused ' if config.fused else ''}AdamW"
+    lines = [
+        f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
+        data_line(run),
+        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
+        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
+        f"optimizer: {optimizer}",
+        f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
+        f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
+        f"{'kept' if state else 'chosen for you'}: {' '.join(untyped_flags(run, typed))}",
+        *[f"off: {spell(name)} {reason}" for name, reason in off.items()],
+        *hints(run),
+    ]
+    if state:
+        lines += changes_since(state, run)
+    run.log.print("\n".join(lines))
+
+
+def data_line(run: Run) -> str:
+    loader = run.loader
+    unused_tokens = sum(shard.num_tokens for shard in loader.shards) - len(loader) * loader.T
+    source = "" if run.config.data_dir else " (Python's own source)"
+    return (
+        f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs(run):.2f} epochs of"
+        f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over"
+    )
+
+
+def num_epochs(run: Run) -> float:
+    """Return how often the run will have seen its data."""
+    return run.config.steps * run.config.batch_tokens / (len(run.loader) * run.loader.T)
+
+
+def untyped_flags(run: Run, typed: dict) -> list[str]:
+    """Return the flags that have another value than their default, and were not typed now."""
+    flags = []
+    for f in fields(TrainConfig):
+        value = getattr(run.config, f.name)
+        if f.name == "micro_batch_size":
+            value = run.loader.B
+        if value != f.default and f.name not in typed and f.metadata["on_resume"] != "per command":
+            flags.append(typed_as(f.name, value))
+    return flags
+
+
+def hints(run: Run) -> list[str]:
+    """Return lines about what may surprise the user, or is missing on this machine."""
+    config, env = run.config, run.environment
+    lines = []
+    if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
+        lines.append(f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}")
+    if num_epochs(run) > 5:
+        lines.append(
+            f"{num_epochs(run):.0f} epochs: the network may learn its text by heart, and the"
+            f" validation loss would rise; if it does, {OVERFITTING_CURE}"
+        )
+    if config.fp16 and env["device"] == "cpu":
+        lines.append("--fp16 is for GPUs: on a CPU it is slower than float32")
+    return lines + missing_parts(env, run.data.tokenizer)
+
+
+def missing_parts(env: dict, tokenizer: str) -> list[str]:
+    """Return lines about what is missing on this machine."""
+    lines = []
+    if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):
+        lines.append("an NVIDIA GPU is here, but this torch is for CPUs: see pytorch.org")
+    if tokenizer == "gpt2" and missing_vocab():
+        lines.append(f"checkpoints lack the tokenizer, which is not here: {vocab_cure()}")
+    return lines
+
+
+def changes_since(state: dict, run: Run) -> list[str]:
+    """Return lines about what has changed since a run was saved, and what keeps it from being the
+    uninterrupted run bit for bit."""
+    changes = defaultdict(list)  # by on_resume
+    for f in fields(TrainConfig):
+        saved, current = state["config"].get(f.name, f.default), getattr(run.config, f.name)
+        if f.name == "micro_batch_size":
+            saved, current = state["micro_batch_size"], run.loader.B
+        if saved != current:
+            changes[f.metadata["on_resume"]].append(f"{spell(f.name)} {current} instead of {saved}")
+    for name in ("torch", "threads", "ranks", "device_name"):
+        saved, current = state["environment"][name], run.environment[name]
+        if saved != current:
+            changes["inexact"].append(f"{name} {current} instead of {saved}")
+    lines = [f"changed: {change}" for change in changes["allow"]]
+    if has_moved(state, run.world.device):
+        lines.append("another device: its speed-ups and micro-batch are chosen anew")
+    if changes["inexact"]:
+        dropout = ", which changes the dropout masks" if run.config.dropout else ""
+        lines.append(f"not bit for bit because of {', '.join(changes['inexact'])}{dropout}")
+    return lines
+
+
+def warn_if_slow(run: Run, seconds: float):
+    """Say during the first step of a process if a step takes minutes."""
+    config = run.config
+    if run.step > run.first_step or seconds < 60:
+        return
+    step_time = timedelta(seconds=round(seconds))
+    cure = f"for shorter steps set --batch-tokens below {config.batch_tokens}"
+    if config.model != "nano" and run.step == 0:
+        cure += "; --model nano learns in minutes on any computer"
+    with tqdm.external_write_mode():  # a progress bar of the step is on the terminal
+        run.log.print(
+            f"a step takes about {step_time} here (h:mm:ss), and the"
+            f" {config.steps - run.step:,} to come {step_time * (config.steps - run.step)}: {cure}"
+        )
+
+
+def warn_if_overfitting(run: Run):
+    """Warn once if the best validation was over a third of the run ago and the loss is now 2 %
+    worse."""
+    if run.log.has_warned or run.step not in run.val_losses:  # not in it: not finite
+        return
+    best = min(run.val_losses, key=run.val_losses.__getitem__)
+    is_late = run.step - best > run.config.steps / 3
+    has_risen = run.val_losses[run.step] > 1.02 * run.val_losses[best]
+    if is_late and has_risen:
+        run.log.has_warned = True
+        run.log.print(
+            f"overfitting: the validation loss has risen since step {best:,}: {OVERFITTING_CURE}"
+        )

@@ -1,0 +1,157 @@
+"""A run: what it holds, what a checkpoint keeps of it, and how it is saved, restored and ended."""
+
+import shlex
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import nn
+
+from config import TrainConfig
+from dataloader import ShardLoader, TokenFolder
+from model import GPT
+from support import checkpoint, log
+from support.ending import STOPPED, Phase, StopSignals, reset_watchdog
+from support.evaluate import Example
+from support.files import whole_file
+from support.ranks import World, check_ranks_agree
+from support.run_folder import SUMMARY, read_summary
+from support.tokenizer import as_json
+
+
+@dataclass
+class Run:
+    """First what stays the same, then what each step changes. There is one Run in a process."""
+
+    config: TrainConfig
+    world: World
+    out_dir: Path
+    lock: FileLock  # keeps other runs out of out_dir
+    signals: StopSignals
+    log: log.Log
+    environment: dict  # torch, processor, ranks, ...: what a result depends on besides the flags
+    data: TokenFolder
+    val_loader: ShardLoader
+    questions: list[Example]
+    net: nn.Module  # what the loop calls: model, compiled and in DDP
+
+    model: GPT  # the plain module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # does nothing without --fp16
+    loader: ShardLoader  # of the training data
+    step: int = 0  # steps made
+    first_step: int = 0  # steps that were made before this process
+    saved_step: int = -1  # the step of the newest checkpoint
+    has_read_back: bool = False  # a checkpoint that this process wrote
+    losses: dict[int, float] = field(default_factory=dict)  # by step, for loss.png
+    val_losses: dict[int, float] = field(default_factory=dict)  # by step
+
+
+def state_of(run: Run) -> dict:
+    """Return what state.json holds: all that a resume needs besides weights and moments."""
+    # No state of a random generator: all randomness is a function of the seed and the step.
+    return {
+        "step": run.step,
+        "position": run.loader.position,  # the loader's whole state
+        "micro_batch_size": run.loader.B,
+        "scaler": run.scaler.state_dict(),  # the loss scale of --fp16
+        "losses": run.losses,
+        "val_losses": run.val_losses,
+        "config": asdict(run.config),
+        "environment": run.environment,
+        "tokenizer": run.data.tokenizer,
+        "data": run.data.fingerprint,
+    }
+
+
+def restore(run: Run, path: Path, state: dict):
+    """Load everything but the weights from a checkpoint and its state."""
+    checkpoint.load_optimizer(path, run.model, run.optimizer)
+    run.step = run.first_step = run.saved_step = state["step"]
+    run.loader.position = state["position"]
+    if state["scaler"] and run.scaler.is_enabled():
+        run.scaler.load_state_dict(state["scaler"])
+    # JSON has turned the steps into text.
+    run.losses = {int(step): loss for step, loss in state["losses"].items()}
+    run.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
+    # A checkpoint is written before it is validated. The last one's validation is in summary.json.
+    summary = read_summary(run.out_dir)
+    if summary.get("steps") == run.step and "val_loss" in summary:
+        run.val_losses[run.step] = summary["val_loss"]
+    run.signals.phase = Phase.SAVED
+
+
+def save(run: Run):
+    """Compare the weights of all ranks, and write a checkpoint on the main rank."""
+    reset_watchdog()
+    # A rank that drifts away, for example on a faulty GPU, would not show in the averaged loss.
+    check_ranks_agree(run.model, run.step, run.world)
+    run.world.call_on_main(write_checkpoint, run)
+    run.saved_step = run.step
+    run.signals.phase = Phase.SAVED
+
+
+def write_checkpoint(run: Run):
+    started = time.perf_counter()
+    # A background thread would have to copy everything first, and save some two seconds of 250
+    # steps.
+    path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
+    if not run.has_read_back:
+        checkpoint.check_readable(path, run.model, run.optimizer)
+        run.has_read_back = True
+    checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
+    run.log.record(saved=run.step, path=str(path), save_s=time.perf_counter() - started)
+    if run.step:
+        run.log.print(f"saved {path}")
+
+
+def draw(run: Run):
+    """Draw loss.png."""
+    if not run.world.is_main:
+        return
+    title = f"{run.config.model}, {run.config.steps:,} steps of {run.config.batch_tokens:,} tokens"
+    try:
+        log.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
+    except Exception as error:  # a picture is no reason to end a run
+        run.log.print(f"no loss.png: {error}")
+
+
+def stop(run: Run) -> int:
+    """Say how to continue a run that a signal stopped, and return its exit code."""
+    run.signals.phase = Phase.ENDED
+    program = "python" if run.world.size == 1 else "torchrun (as before)"
+    draw(run)
+    run.log.record(stopped=run.step)  # the last record, which a job's script looks for
+    command = f"{program} train_gpt2.py --resume --out-dir {shlex.quote(str(run.out_dir))}"
+    run.log.print(f"stopped after step {run.step}, which is saved; to continue: {command}")
+    return STOPPED
+
+
+def finish(run: Run):
+    """Write summary.json, which marks the run as complete, and the last lines."""
+    run.signals.phase = Phase.ENDED
+    if not run.world.is_main:
+        return
+    # Only after the last evaluation: a run that is killed during it is not complete.
+    path = run.out_dir / f"step_{run.step:06d}"
+    summary = {"steps": run.step, "checkpoint": path.name}
+    text = f"done: {run.step:,} steps"
+    sample = f"sample: python sample.py {shlex.quote(str(run.out_dir))}"
+    if run.val_losses:
+        best = min(run.val_losses, key=run.val_losses.__getitem__)
+        summary["val_loss"] = run.val_losses[max(run.val_losses)]
+        summary["best_step"] = best
+        summary["best_val_loss"] = run.val_losses[best]
+        text += f", validation {summary['val_loss']:.4f}"
+        text += f", best {summary['best_val_loss']:.4f} after step {best:,}"
+        if best != run.step:
+            best_path = path.with_name(f"step_{best:06d}")
+            sample += f"\nof the best: python sample.py {shlex.quote(str(best_path))}"
+    checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
+    with whole_file(run.out_dir / SUMMARY) as f:
+        f.write(as_json(summary))
+    run.log.record(done=run.step)
+    curves = f"curves: python benchmarks/plot.py {shlex.quote(str(run.out_dir))}"
+    run.log.print(f"{text}; written: {path}\n{sample}\n{curves}")

@@ -1,0 +1,104 @@
+"""The folder of a run: which one it is, its lock, and the names in it.
+
+.lock             held while a run writes into the folder
+log.jsonl         what happened: see log.py
+step_000250/      a checkpoint: see checkpoint.py
+summary.json      written at the end of a run
+loss.png          if matplotlib is installed
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from support.ending import UserError
+from support.files import sync
+
+LOCK = ".lock"
+LOG = "log.jsonl"
+SUMMARY = "summary.json"
+SUMS = "SHA256SUMS"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def checkpoints(out_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first."""
+    pattern = re.compile(r"step_(\d{6}|[1-9]\d{6,17})", re.ASCII)
+    paths = [path for path in out_dir.glob("step_*") if pattern.fullmatch(path.name)]
+    return sorted(filter(Path.is_dir, paths), key=step_of, reverse=True)
+
+
+def choose_out_dir(name: str, resume: bool) -> Path:
+    """Return the folder that --out-dir names, or without a name the next free out/001, out/002, ...
+    (with resume: the newest). Raise UserError if it holds anything but this run."""
+    if not name:
+        runs = [p.name for p in Path("out").glob("*") if re.fullmatch("[0-9]{3,9}", p.name)]
+        newest = max(map(int, runs), default=0)
+        name = f"out/{newest if newest and resume else newest + 1:03d}"
+    out_dir = Path(name)
+    if not os.path.lexists(out_dir):
+        return out_dir
+    if not out_dir.is_dir():
+        raise UserError(f"--out-dir {out_dir} is not a folder: name another")
+    log = out_dir / LOG
+    holds_run = bool(checkpoints(out_dir))
+    if holds_run and not resume:
+        raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
+    # A start that was stopped before its first checkpoint leaves these. plot.py adds its curves.
+    unfinished = {path for path in out_dir.glob("step_[0-9]*.tmp") if path.is_dir()}
+    others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log, out_dir / "wandb"}
+    others -= set(out_dir.glob("curves*.png"))
+    if not holds_run and (out_dir / SUMS).exists() and (out_dir / "state.json").exists():
+        raise UserError(f"--out-dir {out_dir} is a checkpoint: name its run, {out_dir.parent}")
+    if others and not holds_run:
+        raise UserError(f"--out-dir {out_dir} holds {min(others).name} and no run: name a new one")
+    if log.is_symlink() or (log.exists() and not log.is_file()):
+        raise UserError(f"{log} is a link, or no file: remove it, or name another folder")
+    return out_dir
+
+
+def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
+    """Make the folder of a run, and lock it until this process ends. Raise UserError if another
+    run has it, or took it after is_new was asked."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        sync(out_dir.parent)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"--out-dir {out_dir} belongs to a live run: name another") from None
+    except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
+        raise UserError(f"--out-dir can't be written or locked ({error}): name another") from error
+    if is_new and (out_dir / LOG).exists():
+        raise UserError(
+            f"--out-dir {out_dir} was taken by another run just now: name another folder"
+        )
+    for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # left by a process that died
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_disk_space(out_dir: Path, num_params: int, keep: int):
+    """Raise UserError if the disk of out_dir, which may not exist yet, has no room for the
+    checkpoints to come: while one is written, `keep` older ones and the best one are there."""
+    num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
+    # Weights and two moments in float32.
+    num_bytes = num_more * 12 * num_params
+    parents = [out_dir.absolute(), *out_dir.absolute().parents]
+    free = shutil.disk_usage(next(path for path in parents if path.exists())).free
+    if free < num_bytes:
+        room = f"{num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: name another disk")
+
+
+def read_summary(out_dir: Path) -> dict:
+    """Return the content of summary.json, or {} if there is none that can be read."""
+    try:
+        return dict(json.loads((out_dir / SUMMARY).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
