@@ -1,20 +1,23 @@
-"""Tests the commands of ../README.md that no other test runs."""
+"""Tests what ../README.md and ../docs show, where no other test runs it."""
 
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import flags
+from test_pretrained import copy_of_program
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def job() -> str:
     """The script for SLURM."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     return next(b for b in re.findall("```\n(.*?)```", text, re.S) if "#SBATCH" in b)
 
 
@@ -45,3 +48,39 @@ def test_a_job_is_queued_again_if_it_was_stopped_and_not_if_it_failed(
     assert started.startswith("torchrun --nnodes=2 ") and "--rdzv_endpoint=node7:29500" in started
     queued = tmp_path / "scontrol.txt"
     assert (queued.read_text() if queued.exists() else "") == "requeue 77\n" * is_queued
+
+
+def test_each_link_and_each_file_that_the_pages_name_is_there():
+    for page in (ROOT / "README.md", ROOT / "docs/reference.md", ROOT / "benchmarks/README.md"):
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+                anchors = [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads]
+                assert anchor in anchors, f"{page.name}: {target}"
+
+
+@pytest.mark.slow
+def test_the_patch_for_rotary_positions_applies_trains_resumes_and_samples(data_dir, tmp_path):
+    """As README's "Change it" says. The tests of the network hold for it, too."""
+    copy_of_program(tmp_path, {})
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns(".*", "__*"))
+    subprocess.run(["git", "apply", ROOT / "docs/rotary.patch"], cwd=tmp_path, check=True)
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+
+    def python(*line: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *line], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    line = ["train_gpt2.py", *flags(data_dir=data_dir, out_dir="run")]
+    python(*line, "--rope", "--muon")
+    assert "resumed after step 12" in python(*line, "--resume", "--steps=14")
+    text = python("sample.py", "run", "--prompt=ab", "--temperature=0", "--sample-tokens=30")
+    assert text.startswith("ab")
+    python("-m", "pytest", "-q", "tests/test_model.py", "-m", "not slow", "-p", "no:cacheprovider")
