@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Measure all that needs a GPU, in seven parts of about ten minutes, the most valuable first:
+# Measure everything that needs a GPU, in seven parts:
 #   1  what the tests promise, on this GPU (tests/test_cuda.py), and the doctor's ten lines
-#   2  the speed-ups with GPT-2 124M: losses, tokens per second, MFU, memory (ladder.py)
-#   3  the loops of others beside this one, from the folders that are set (peers.py)
-#   4  a run that was killed and resumed beside one that was not, bit for bit (resume.py)
+#   2  the speed-ups with GPT-2 124M, one round: losses, tokens per second, memory (ladder.py)
+#   3  build-nanogpt, nanoGPT and llm.c beside this program, from the folders that are set (peers.py)
+#   4  a killed and resumed run beside an uninterrupted one, bit for bit (resume.py)
 #   5  124M for 1,000 steps with AdamW, with Muon, and with AdamW and a float32 residual stream, on
 #      Python's own source
-#   6  gpt2 to gpt2-xl: what fits, and how fast it is (sizes.py)
-#   7  the flags beyond the lecture (ladder.py)
+#   6  gpt2 to gpt2-xl: what fits, and how fast it is (sweep.py)
+#   7  the flags beyond the lecture, each speed-up alone, and a second round of part 2 (ladder.py)
 #
 #   benchmarks/gpu.sh                      # each part that is not done yet; 3 needs a folder
-#   benchmarks/gpu.sh --part 2             # this one
+#   benchmarks/gpu.sh 2 4 6                # these, also if they are done
 #   BUILD_NANOGPT=... NANOGPT=... LLM_C=... benchmarks/gpu.sh
-#   TINY=1 benchmarks/gpu.sh               # nano's sizes, to try it without a GPU: three minutes
+#   TINY=1 benchmarks/gpu.sh               # nano's sizes, to try it without a GPU
 #
-# A part that was cut off continues where it was, but for part 1, which begins again.
-# Results go to benchmarks/results after each run, and into the tables of benchmarks/README.md; what
-# was printed goes to out/gpu. If OUT is set, $OUT/gpu.tgz holds all of it, renewed every 15 seconds,
-# so that little is lost where a machine is taken away in the middle of a part.
+# Parts 2, 5, 6 and 7 go on where they were cut off; the others begin again. Results go to
+# benchmarks/results after each run, and into the tables of benchmarks/README.md; what was printed
+# goes to out/gpu. If OUT is set, $OUT/gpu.tgz holds all of it, renewed every 15 seconds, so that
+# little is lost if the machine is taken away in the middle of a part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$(command -v python3 || echo python)} here=out/gpu
@@ -25,11 +25,11 @@ peers_in=(${BUILD_NANOGPT:+--build-nanogpt "$BUILD_NANOGPT"})
 peers_in+=(${NANOGPT:+--nanogpt "$NANOGPT"} ${LLM_C:+--llm-c "$LLM_C"})
 parts="1 2 4 5 6 7"
 [ ${#peers_in[@]} != 0 ] && parts="1 2 3 4 5 6 7"
-if [ "${1:-}" = --part ]; then
-    parts=${2:?--part takes a number from 1 to 7}
-    rm -f "$here/part-$parts.done"
-fi
 mkdir -p "$here"
+if [ $# != 0 ]; then
+    parts=$*
+    for part in $parts; do rm -f "$here/part-$part.done"; done
+fi
 # Kept, so that a part that goes on does not compile everything again.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/out/inductor}
 if [ -z "${TINY:-}" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
@@ -39,17 +39,20 @@ then
 fi
 if [ -n "${TINY:-}" ]; then
     ladder=(--model nano --steps 2) lecture=(bf16 fused) beyond=(muon)
-    peers=(--small --steps 5 --rounds 1) sizes=(--only nano --steps 2)
+    peers=(--steps 5 --rounds 1)
     resume=(--model=nano --batch-tokens=2048 --eval-tokens=2048)
     long=(--model nano --steps 40 --eval-every 20 --eval-tokens 8192)
+    gpu=tiny sizes=(--model nano --steps 5)
 else
-    # 64 sequences do not fit into 80 GB in float32 with plain attention.
+    # In float32 with plain attention, 64 sequences do not fit into 80 GB.
     ladder=(--model gpt2 --micro-batch-size 32 --steps 6)
     lecture=(tf32 bf16 compile flash pad-vocab fused bf16-residual accumulation)
-    beyond=(tf32 bf16 flash pad-vocab fused muon recompute loss-chunk-tokens fp16)
-    peers=(--micro-batch-size 32 --rounds 2) sizes=(--batch-tokens 131072) resume=()
+    beyond=(muon recompute loss-chunk-tokens fp16)
+    peers=(--micro-batch-size 32 --rounds 2) resume=()
     # With the lecture's batch, 1,000 steps would be 75 epochs of this corpus.
     long=(--model gpt2 --steps 1000 --batch-tokens 65536 --eval-every 100)
+    gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr -cs 'a-zA-Z0-9\n' -)
+    sizes=(--model gpt2,gpt2-medium,gpt2-large,gpt2-xl --steps 7 --batch-tokens 131072)
 fi
 
 part_1() {
@@ -59,16 +62,19 @@ part_1() {
 }
 
 climb() {
-    "$python" benchmarks/ladder.py "${ladder[@]}" --out benchmarks/results --resume --only "$@"
+    "$python" benchmarks/ladder.py "${ladder[@]}" --out benchmarks/results --resume "$@"
     local code=$?
     [ $code = 0 ] || [ $code = 3 ]  # 3: all is measured, and a rung was refused
 }
 
-part_2() { climb "${lecture[@]}"; }
+part_2() { climb --quick --only "${lecture[@]}"; }
 
-part_3() { "$python" benchmarks/peers.py "${peers_in[@]}" "${peers[@]}" --resume; }
+part_3() { "$python" benchmarks/peers.py "${peers_in[@]}" "${peers[@]}"; }
 
-part_4() { "$python" benchmarks/resume.py --resume -- "${resume[@]}"; }
+part_4() {
+    "$python" benchmarks/resume.py -- "${resume[@]}" || return
+    "$python" benchmarks/resume.py -- "${resume[@]}" --deterministic
+}
 
 part_5() {
     train_long adamw --no-muon || return
@@ -85,9 +91,14 @@ train_long() { # name flags
     cp "$here/$1/log.jsonl" "benchmarks/results/gpu-$1"
 }
 
-part_6() { "$python" benchmarks/sizes.py "${sizes[@]}" --resume; }
+part_6() {
+    # --keep 1: a run wants room on the disk for all checkpoints that it may keep.
+    "$python" benchmarks/sweep.py --name "sizes-$gpu-$(date +%F)" --out benchmarks/results \
+        --discard -- "${sizes[@]}" --eval-tokens 0 --num-samples 0 --save-every 0 --keep 1 \
+        ',--recompute --loss-chunk-tokens=1024'
+}
 
-part_7() { climb "${beyond[@]}"; }
+part_7() { climb --only "${lecture[@]}" "${beyond[@]}"; }
 
 bring() { # name of a temporary file
     # tar complains of files that grow meanwhile; what it has of them is good.

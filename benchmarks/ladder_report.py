@@ -20,23 +20,11 @@ NAMES = {
     "recompute": "recompute blocks",
     "fp16": "FP16 instead of BF16",
     "muon": "Muon for the matrices",
-    "all": "everything on",
-}
-
-# Tokens per second of 124M on one A100, as "Let's reproduce GPT-2 (124M)" shows them.
-LECTURE = {
-    "base": 16_000,
-    "tf32": 49_000,
-    "bf16": 54_500,
-    "compile": 126_000,
-    "flash": 170_000,
-    "pad-vocab": 175_000,
-    "fused": 182_000,
 }
 
 
 def is_beyond(name: str) -> bool:
-    """Say whether a rung is beyond the lecture, so that the next rung does not build on it."""
+    """Return whether a rung is beyond the lecture, so that the next rung does not build on it."""
     return name not in ("base", *SPEED_UPS, "accumulation") and not name.endswith("ranks")
 
 
@@ -55,9 +43,9 @@ def speed(rung: dict) -> float:
 
 
 def title(name: str) -> str:
-    """Return a rung's name, with a plus where it is added to the rungs above."""
-    has_no_plus = name in ("base", "all") or name.endswith("ranks") or name.startswith("without")
-    return NAMES.get(name, name) if has_no_plus else f"+ {NAMES.get(name, name)}"
+    """Return a rung's name, with a plus if it is added to the rungs above."""
+    has_plus = name != "base" and not name.endswith("ranks")
+    return f"{'+ ' if has_plus else ''}{NAMES.get(name, name)}"
 
 
 def last_run(rung: dict) -> str:
@@ -70,28 +58,23 @@ def last_run(rung: dict) -> str:
 
 def rows(content: dict) -> list[dict]:
     """Return the table: for each rung a dict from column to text."""
-    table, lecture = [], []
+    table = []
+    base = before = content["rungs"][0]
     for rung in content["rungs"]:
-        if rung["state"] != "measured":
-            state = rung["state"].replace("not on this device", "not here")
-            table.append({"rung": title(rung["name"]), "ms": state})
-            continue
-        base = measured(content)[0]
-        before = lecture[-1] if lecture else rung
-        if not is_beyond(rung["name"]):
-            lecture.append(rung)
         row = {"rung": title(rung["name"])}
+        table.append(row)
+        if rung["state"] != "measured":
+            row["ms"] = rung["state"].replace("not on this device", "not here")
+            continue
         row["ms"] = f"{1000 * rung['flags']['batch-tokens'] / speed(rung):,.1f}"
         row["tokens/s"] = f"{speed(rung):,.0f}"
-        if content["settings"]["leave_one_out"]:
-            row["brings"] = f"{speed(base) / speed(rung):.2f}"
-        else:
-            row["x before"] = f"{speed(rung) / speed(before):.2f}"
-            row["x base"] = f"{speed(rung) / speed(base):.2f}"
+        row["x before"] = f"{speed(rung) / speed(before):.2f}"
+        row["x base"] = f"{speed(rung) / speed(base):.2f}"
         row["of matmul"] = f"{mean(run['matmul_share'] for run in rung['runs']):.0%}"
         row["MiB"] = f"{max(run['peak_mib'] for run in rung['runs']):,.0f}"
         row["difference"] = small(rung["difference"]["loss"]) if "difference" in rung else ""
-        table.append(row)
+        if not is_beyond(rung["name"]):
+            before = rung
     return table
 
 
@@ -104,14 +87,15 @@ def notes(content: dict) -> list[str]:
     lines, alone = [], {}
     for rung in content["rungs"]:
         name = NAMES.get(rung["name"], rung["name"])
-        drift = max(round_ms(rung), default=1) / min(round_ms(rung), default=1) - 1
         if rung["state"] != "measured":
             lines.append(f"{name}: {rung['state']}: {rung['why']}")
-        elif rung["why"]:
+            continue
+        if rung["why"]:
             lines.append(f"{name}: {rung['why']}")
+        drift = max(round_ms(rung)) / min(round_ms(rung)) - 1
         if drift > 0.1:
             lines.append(f"{name}: its two rounds differ by {drift:.0%}")
-        if rung["state"] == "measured" and "alone" in rung:
+        if "alone" in rung:
             alone[name] = rung["alone"]["loss"]
     if alone:
         differ = f"losses differ by at most {small(max(alone.values()))}"
@@ -130,8 +114,9 @@ def heading(content: dict) -> str:
 def conditions(content: dict) -> str:
     env, flags = content["environment"], content["rungs"][0]["flags"]
     size = f"{flags['micro-batch-size']} x {flags['seq-len']} tokens per pass"
-    changed = f" and changes to {', '.join(env['changed'])}" if env["changed"] else ""
-    where = f"torch {env['torch']}, {content['date']}, commit {env['commit'][:7]}{changed}"
+    where = f"torch {env['torch']}, {content['date']}, commit {env['commit'][:7]}"
+    if env["changed"]:
+        where += f" and changes to {', '.join(env['changed'])}"
     rounds = max(len(rung["runs"]) for rung in content["rungs"])
     steps = f"Median of {content['settings']['steps']} steps in each of {rounds} rounds"
     return f"{size}, {where}. {steps}"
@@ -150,34 +135,24 @@ def block(contents: dict[str, dict]) -> str:
 
 
 def draw(content: dict, path: Path):
-    """Draw a bar for each rung: how many times as fast as the first one it is. Beside the rungs of
-    124M stand the lecture's, in a panel and on a scale of their own: that was another device."""
+    """Draw a bar for each rung: how many times as fast as the first one it is."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no picture: pip install matplotlib", file=sys.stderr)
         return
     rungs = content["rungs"]
-    speeds = {r["name"]: speed(r) if r["state"] == "measured" else 0 for r in rungs}
-    panels = {heading(content): ("#1f6feb", speeds)}
-    # Not of a ladder that begins with everything on: the lecture has no such row.
-    if rungs[0]["flags"]["model"] == "gpt2" and rungs[0]["name"] in LECTURE:
-        panels["GPT-2 124M on an A100 in the lecture"] = ("#b0b7c3", LECTURE)
-    height = 1.4 + 0.42 * len(rungs)
-    figure = Figure(figsize=(5 + 4 * len(panels), height), layout="constrained")
-    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     titles = [title(rung["name"]) for rung in rungs]
-    for axes, (label, (color, shown)) in zip(all_axes, panels.items(), strict=True):
-        values = [shown.get(rung["name"], 0) for rung in rungs]
-        ratios = [value / values[0] for value in values]
-        bars = axes.barh(titles, ratios, color=color)
-        texts = [
-            f"{ratio:.2f}  {value:,.0f} tokens/s" if value else "not measured"
-            for ratio, value in zip(ratios, values, strict=True)
-        ]
-        axes.bar_label(bars, texts, padding=4, fontsize=9, color="#303030")
-        axes.set(xlabel=f'times as fast as "{titles[0]}"', xlim=(0, 1.5 * max(ratios)))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(label, fontsize=12)
-    all_axes[0].invert_yaxis()
+    speeds = [speed(rung) if rung["state"] == "measured" else 0 for rung in rungs]
+    ratios = [value / speeds[0] for value in speeds]
+    texts = []
+    for ratio, value in zip(ratios, speeds, strict=True):
+        texts.append(f"{ratio:.2f}  {value:,.0f} tokens/s" if value else "not measured")
+    figure = Figure(figsize=(9, 1.4 + 0.42 * len(rungs)), layout="constrained")
+    axes = figure.subplots()
+    axes.bar_label(axes.barh(titles, ratios, color="#1f6feb"), texts, padding=4, color="#303030")
+    axes.set(xlabel=f'times as fast as "{titles[0]}"', xlim=(0, 1.5 * max(ratios)))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(heading(content), fontsize=12)
+    axes.invert_yaxis()
     figure.savefig(path, dpi=200)

@@ -1,22 +1,23 @@
-"""What the benchmarks share: facts about this machine, result files, and tables."""
+"""What the benchmarks share: this machine, runs of train_gpt2.py, result files, and tables."""
 
 import argparse
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import date
 from functools import lru_cache
-from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
 
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = REPO / "train_gpt2.py"
 RESULTS = REPO / "benchmarks" / "results"
-WARM_UP = 3  # timings at the start of a process that do not count: memory and caches fill up
+WARM_UP = 3  # don't time the first steps of a process: memory and caches are still filling up
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -26,29 +27,28 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
+def exit_code(program: str, function: Callable, *args) -> int:
+    """Return what function(*args) returns, or the exit code of an error that is the user's."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run that is measured, too
+    try:
+        return function(*args) or 0
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{program}: stopped; finished runs are kept", file=sys.stderr)
+        return 130
+
+
+# ---- The machine
+
+
 def output(*command: str) -> str:
     """Return what a program prints, or an empty string if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
-
-
-def run_quietly(command: list[str]) -> tuple[int, str]:
-    """Return a program's exit code and what it wrote to stderr."""
-    with TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()  # not kill: torchrun has to end its ranks
-            process.wait()
-            raise
-        errors.seek(0)
-        return code, errors.read()
-
-
-# ---- The machine
 
 
 def cpu_name() -> str:
@@ -70,53 +70,83 @@ def num_cores() -> int:
 
 @lru_cache
 def num_gpus() -> int:
-    """Return how many GPUs PyTorch sees. Another process asks: this one must not hold a GPU."""
+    """Return how many GPUs PyTorch sees. Ask in another process, so this one holds no GPU."""
     return int(output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())") or 0)
 
 
 def driver() -> str:
-    """Return the version of NVIDIA's driver, where there is one."""
     query = ("--query-gpu=driver_version", "--format=csv,noheader")
     return output("nvidia-smi", *query).partition("\n")[0]
 
 
 def environment(logged: dict) -> dict:
-    """Add to what train_gpt2.py logs of its environment what else a result depends on."""
+    """Return the environment that train_gpt2.py logged, plus what else a result depends on."""
     cpu = cpu_name()
     changed = output("git", "-C", str(REPO), "diff", "--name-only", "HEAD", "--", "*.py").split()
     return logged | {
-        # "changed" says which programs differ. "-dirty" would also mean a new table in README.md.
-        "commit": logged["commit"].removesuffix("-dirty"),
+        # "changed" lists the programs that differ; "-dirty" would also mean an edited README.md
+        "commit": logged.get("commit", "").removesuffix("-dirty"),
         "device_name": cpu if logged["device"] == "cpu" else logged["device_name"],
         "cpu": cpu,
         "cores": num_cores(),
         "driver": driver(),
-        "changed": changed,  # programs that differ from the commit
+        "changed": changed,
     }
 
 
 def check_same(before: dict, now: dict, *keys: str):
-    """Raise ValueError if results go on with another machine or program than they began with."""
+    """Raise ValueError if the machine or the program has changed since these results began."""
     for key in keys:
         if before[key] != now[key]:
-            why = f"{key} was {before[key]} so far and is {now[key]} now"
-            raise ValueError(f"{why}: start again, without --resume")
+            raise ValueError(f"{key} was {before[key]} so far and is {now[key]} now: start afresh")
+
+
+# ---- Runs of train_gpt2.py
+
+
+def run_quietly(command: list) -> tuple[int, str]:
+    """Return a program's exit code and what it wrote to stderr."""
+    with TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # not kill: a run saves, and torchrun has to end its ranks
+            process.wait()
+            raise
+        errors.seek(0)
+        return code, errors.read()
+
+
+def error_line(code: int, errors: str) -> str:
+    """Return the line that says why a run of train_gpt2.py failed."""
+    lines = re.findall(r"train_gpt2\.py: (?:error: )?(.+)|^([\w.]*Error: .+)", errors, re.M)
+    return "".join(lines[-1]) if lines else f"exit code {code}, without a message"
+
+
+def is_out_of_memory(code: int, why: str) -> bool:
+    """Return whether a run that ended like this needed more memory than there is."""
+    pattern = "not fit|out of memory|allocate memory|not enough memory"
+    return code == -9 or bool(re.search(pattern, why))  # -9: the system killed the process
 
 
 # ---- Result files
 
 
-def results_path(program: str, device: str, *more: str, folder: Path | None = None) -> Path:
-    """Return folder/program-device-date-more.json, in small letters; by default in RESULTS."""
+def new_path(program: str, device: str, *more: str, folder: Path = RESULTS) -> Path:
+    """Return a path that is still free: folder/program-device-date-more.json, in small letters."""
     names = [program, device, str(date.today()), *more]
     words = [re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") for name in names]
-    return (folder or RESULTS) / ("-".join(filter(None, words)) + ".json")
+    return unused(folder / ("-".join(words) + ".json"))
 
 
-def unused_path(path: Path) -> Path:
+def unused(path: Path) -> Path:
     """Return path, or with -2, -3, ... at its end if that exists already."""
-    paths = chain([path], (path.with_stem(f"{path.stem}-{n}") for n in count(2)))
-    return next(path for path in paths if not path.exists())
+    free, number = path, 2
+    while free.exists():
+        free = path.with_stem(f"{path.stem}-{number}")
+        number += 1
+    return free
 
 
 def save(path: Path, content: dict):

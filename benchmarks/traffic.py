@@ -11,17 +11,17 @@ norm and the optimizer are not compiled: on a GPU they are fewer launches, of ma
 Needs a C++ compiler and triton (pip install triton==3.7.1).
 """
 
-import argparse
 import re
 import shlex
 import sys
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import machine
-import memory
+
+sys.path.insert(0, str(machine.REPO / "tests"))
+import stand_in
 
 KINDS = {  # of launches: the first one whose pattern is found in the kernel's name
     "matrix products": r"^(add|b|badd)?b?mm$",
@@ -43,42 +43,34 @@ def kind_of(name: str) -> str:
 
 def table(launches: list[tuple[str, int]]) -> str:
     """Return a row for each kind of launches in Markdown."""
-    counts = Counter()
-    num_bytes = Counter()
-    for name, size in launches:
-        for kind in (kind_of(name), "all"):
-            counts[kind] += 1
-            num_bytes[kind] += size
     rows = []
     for kind in [*KINDS, "all"]:
-        gigabytes = f"{num_bytes[kind] / 1e9:.1f}"
-        rows.append({"kernels": kind, "launches": str(counts[kind]), "GB": gigabytes})
+        sizes = [size for name, size in launches if kind in ("all", kind_of(name))]
+        gigabytes = f"{sum(sizes) / 1e9:.1f}"
+        rows.append({"kernels": kind, "launches": str(len(sizes)), "GB": gigabytes})
     return machine.markdown(rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main():
+    parser = machine.OneLineParser(prog="traffic.py", description=__doc__.splitlines()[0])
     parser.add_argument("flags", nargs="*", help="flags of train_gpt2.py, behind --")
     parser.add_argument("--sequences", type=int, default=64, help="of 1,024 tokens in the pass")
     args = parser.parse_args()
     if not find_spec("triton"):
-        print("traffic.py: error: needs triton: pip install triton==3.7.1", file=sys.stderr)
-        return 2
+        raise ValueError("needs triton: pip install triton==3.7.1")
     B = args.sequences
     with TemporaryDirectory() as folder:
-        stand_in = memory.build(Path(folder))
-        data = memory.make_data(Path(folder))
+        library = stand_in.build(Path(folder))
+        data = stand_in.make_data(Path(folder))
         line = ["--model=gpt2", f"--data-dir={data}", "--steps=2", "--eval-tokens=0", "--compile"]
         line += [f"--micro-batch-size={B}", f"--batch-tokens={1024 * B}", "--num-samples=0"]
-        found = memory.on_gpu(stand_in, *line, *args.flags)
+        found = stand_in.on_gpu(library, *line, *args.flags)
     if found["code"]:
-        print(found["stderr"], file=sys.stderr)
-        return found["code"]
+        raise ValueError(found["stderr"])
     print(f"GPT-2 124M, {B} x 1,024 tokens {shlex.join(args.flags)}".rstrip() + ", reckoned:\n")
     print(table(found["launches"]))
-    print(f"\nPeak memory of the run: {found['peak_mib'] / 1024:.1f} GiB, at {found['at_peak']}")
-    return 0
+    print(f"\nPeak memory of the run: {found['peak_mib'] / 1024:.1f} GiB")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(machine.exit_code("traffic.py", main))

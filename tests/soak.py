@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     environment = machine.environment({"device": "cpu", "torch": torch.__version__})
-    path = machine.results_path("soak", environment["device_name"])
+    path = machine.new_path("soak", environment["device_name"])
     with TemporaryDirectory() as work:
         for counts in soak(args.minutes, args.ranks, args.seed, Path(work)):
             print(json.dumps(counts), flush=True)

@@ -4,13 +4,15 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import machine
 import memory
 import pytest
+import stand_in
 import traffic
 from conftest import flags, questions, run
 from test_pretrained import copy_of_program
 
-CXX = shutil.which(memory.CXX)
+CXX = shutil.which(stand_in.CXX)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CXX, reason="needs a C++ compiler")]
 NEEDS_TRITON = pytest.mark.skipif(not find_spec("triton"), reason="needs triton")
 STEPS, PASSES = 3, 12  # of a run, of a step
@@ -21,13 +23,13 @@ FLAGS += [pytest.param(line, marks=NEEDS_TRITON) for line in COMPILED]
 
 
 @pytest.fixture(scope="session")
-def stand_in(once) -> Path:
-    return once("fake-gpu", memory.build) / "fake_gpu.so"
+def library(once) -> Path:
+    return once("fake-gpu", stand_in.build) / "fake_gpu.so"
 
 
 @pytest.fixture(scope="session")
 def shards(once) -> Path:
-    return once("zeros", memory.make_data)
+    return once("zeros", stand_in.make_data)
 
 
 def tiny(data_dir: Path, tmp_path: Path, **changes) -> list[str]:
@@ -44,9 +46,9 @@ def waits_in(result: dict, function: str) -> int:
 
 @pytest.mark.parametrize("more", FLAGS)
 def test_a_run_has_no_tensor_on_two_devices_and_waits_once_a_step(
-    stand_in, data_dir, tmp_path, more
+    library, data_dir, tmp_path, more
 ):
-    result = memory.on_gpu(stand_in, *tiny(data_dir, tmp_path), *more.split())
+    result = stand_in.on_gpu(library, *tiny(data_dir, tmp_path), *more.split())
     assert result["code"] == 0, result["stderr"]
     assert waits_in(result, "train_step") == STEPS, result["waits"]
     operations = result["operations"]
@@ -57,19 +59,19 @@ def test_a_run_has_no_tensor_on_two_devices_and_waits_once_a_step(
         assert name in result["stdout"]
 
 
-def test_a_run_goes_on_and_is_evaluated_on_a_gpu(stand_in, data_dir, tmp_path):
+def test_a_run_goes_on_and_is_evaluated_on_a_gpu(library, data_dir, tmp_path):
     folder = run(tmp_path, data_dir, micro_batch_size=2)
     changes = {"micro_batch_size": 2, "steps": 14, "model": "nano", "out_dir": folder}
-    result = memory.on_gpu(stand_in, *tiny(data_dir, tmp_path, **changes), "--resume")
+    result = stand_in.on_gpu(library, *tiny(data_dir, tmp_path, **changes), "--resume")
     assert result["code"] == 0, result["stderr"]
     assert "resumed after step 12" in result["stdout"] and "step 14/14" in result["stdout"]
     line = (f"--out-dir={folder}", "--eval-only", "--eval-tokens=784")
-    result = memory.on_gpu(stand_in, *line)
+    result = stand_in.on_gpu(library, *line)
     assert result["code"] == 0 and ": loss " in result["stdout"], result["stderr"]
     # 49 sequences of 16 in two passes of 32, and one on trial, each with two embeddings
     assert result["operations"]["embedding"] == 2 * (1 + 2)
     # They take 1.46 MiB, so that in half of it 16 may fit, and 8 do.
-    result = memory.on_gpu(stand_in, *line, gib=0.75 / 1024)
+    result = stand_in.on_gpu(library, *line, gib=0.75 / 1024)
     assert result["code"] == 0 and ": loss " in result["stdout"], result["stderr"]
     assert result["operations"]["embedding"] in (2 * (2 + 4), 2 * (3 + 7))
 
@@ -81,56 +83,56 @@ def test_a_run_goes_on_and_is_evaluated_on_a_gpu(stand_in, data_dir, tmp_path):
         ("loss_of_rank += loss.detach()", "loss_of_rank += loss.item()", ""),
     ],
 )
-def test_a_planted_fault_is_found(stand_in, data_dir, tmp_path, old, new, operation):
+def test_a_planted_fault_is_found(library, data_dir, tmp_path, old, new, operation):
     """A scalar that was left on the CPU; a wait in each pass."""
     copy_of_program(tmp_path, {"train_gpt2.py": {old: new}})
     (tmp_path / "tests").mkdir()
-    program = shutil.copy(memory.PROGRAM, tmp_path / "tests")
+    program = shutil.copy(stand_in.PROGRAM, tmp_path / "tests")
     line = tiny(data_dir, tmp_path)
     if operation:
         with pytest.raises(OSError, match=operation):
-            memory.on_gpu(stand_in, *line, program=program)
+            stand_in.on_gpu(library, *line, program=program)
     else:
-        result = memory.on_gpu(stand_in, *line, program=program)
+        result = stand_in.on_gpu(library, *line, program=program)
         assert waits_in(result, "train_step") == STEPS * (1 + PASSES)
 
 
 @pytest.mark.parametrize(
     ("model", "more", "B"), [("gpt2", (), 4), ("gpt2", memory.LESS, 8), ("gpt2-xl", memory.LESS, 1)]
 )
-def test_a_step_takes_the_memory_of_the_table(stand_in, shards, model, more, B):
+def test_a_step_takes_the_memory_of_the_table(library, shards, model, more, B):
     """Within a tenth: the micro-batches for cards are made of what it says."""
-    rows = memory.machine.load(memory.RESULTS)["rows"]
+    rows = machine.load(memory.RESULTS)["rows"]
     known = [r for r in rows if (r["model"], *r["flags"], r["B"]) == (model, *more, B)]
-    result = memory.step(stand_in, shards, model, more, B)
+    result = stand_in.step(library, shards, model, more, B)
     assert result["code"] == 0, result["stderr"]
     assert result["peak_mib"] == pytest.approx(known[0]["peak_mib"], rel=0.1)
 
 
-@pytest.mark.parametrize("gib", [8, 24, 80])
-def test_a_card_gets_the_micro_batch_that_fits(stand_in, shards, gib):
-    rows = memory.machine.load(memory.RESULTS)["rows"]
-    result = memory.step(stand_in, shards, "gpt2", (), gib=gib - memory.HEADROOM)
+@pytest.mark.parametrize(("gib", "most"), [(8, 4), (24, 16), (80, 64)])
+def test_a_card_gets_the_micro_batch_that_fits(library, shards, gib, most):
+    """As benchmarks/README.md says, with 1.5 GiB of the card that PyTorch can't use."""
+    result = stand_in.step(library, shards, "gpt2", (), gib=gib - 1.5)
     assert result["code"] == 0, result["stderr"]
-    assert f"--micro-batch-size {memory.fitting(rows, gib)['gpt2']}" in result["stdout"]
+    assert f"--micro-batch-size {most}" in result["stdout"]
 
 
-def test_8_gb_train_124m_with_the_full_batch(stand_in, shards):
+def test_8_gb_train_124m_with_the_full_batch(library, shards):
     line = ("--model=gpt2", f"--data-dir={shards}", "--steps=1", "--eval-tokens=8192")
-    result = memory.on_gpu(stand_in, *line, *memory.LESS, "--sample-tokens=1", gib=6.5)
+    result = stand_in.on_gpu(library, *line, *memory.LESS, "--sample-tokens=1", gib=6.5)
     assert result["code"] == 0 and "step 1/1" in result["stdout"], result["stderr"]
 
 
 @NEEDS_TRITON
-def test_8_gb_train_124m_compiled_with_the_full_batch(stand_in, shards):
+def test_8_gb_train_124m_compiled_with_the_full_batch(library, shards):
     """With the logits of all chunks in memory at once it took 12.7 GiB."""
-    result = memory.step(stand_in, shards, "gpt2", ("--compile", *memory.LESS), B=32, gib=6.5)
+    result = stand_in.step(library, shards, "gpt2", ("--compile", *memory.LESS), B=32, gib=6.5)
     assert result["code"] == 0, result["stderr"]
 
 
 @NEEDS_TRITON
-def test_the_traffic_of_a_step_is_told_by_kind(stand_in, shards):
-    found = memory.step(stand_in, shards, "gpt2", ("--compile", "--n-layer=1"), B=2)
+def test_the_traffic_of_a_step_is_told_by_kind(library, shards):
+    found = stand_in.step(library, shards, "gpt2", ("--compile", "--n-layer=1"), B=2)
     launches = found["launches"]
     moved = {kind: 0 for kind in traffic.KINDS}
     for name, num_bytes in launches:
@@ -146,10 +148,10 @@ def test_the_traffic_of_a_step_is_told_by_kind(stand_in, shards):
 
 
 @pytest.mark.parametrize("more", ["", "--no-fused", "--fp16", "--recompute --loss-chunk-tokens=16"])
-def test_a_macs_gpu_gets_nothing_that_it_lacks(stand_in, data_dir, tmp_path, more):
+def test_a_macs_gpu_gets_nothing_that_it_lacks(library, data_dir, tmp_path, more):
     """No float64, no pinned memory, no tensor of another device."""
     line = tiny(data_dir, tmp_path, bf16=None)
-    result = memory.on_gpu(stand_in, *line, *more.split(), capability="mps")
+    result = stand_in.on_gpu(library, *line, *more.split(), capability="mps")
     assert result["code"] == 0, result["stderr"]
     assert f"step {STEPS}/{STEPS}" in result["stdout"]
     assert not {"_pin_memory", "pin_memory"} & result["operations"].keys()

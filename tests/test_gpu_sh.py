@@ -1,4 +1,5 @@
-"""benchmarks/gpu.sh with nano's sizes on a CPU, which it is tried with before a GPU can be had."""
+"""benchmarks/gpu.sh with nano's sizes on a CPU, where we try it before a GPU can be had; and the
+programs that it runs."""
 
 import json
 import os
@@ -9,11 +10,11 @@ import subprocess
 import sys
 import tarfile
 import time
-from pathlib import Path
 
+import machine
 import pytest
 import resume
-import sizes
+import sweep
 import tables
 import traffic
 from conftest import NEEDS_POSIX
@@ -27,100 +28,77 @@ def test_all_parts_run_also_after_one_was_killed(tmp_path):
     for name in ("gpu.sh", "README.md", "reference.json"):
         shutil.copy(REPO / "benchmarks" / name, project / "benchmarks" / name)
     shutil.copytree(REPO / "tests", project / "tests", ignore=shutil.ignore_patterns(".*"))
-    env = os.environ | {
-        "TINY": "1",
-        "PYTHON": sys.executable,
-        "OUT": str(tmp_path / "brought back"),
-    }
+    brought = tmp_path / "brought back"
+    env = os.environ | {"TINY": "1", "PYTHON": sys.executable, "OUT": str(brought)}
     program = ["bash", project / "benchmarks" / "gpu.sh"]
-    results = project / "benchmarks" / "results"
+    found = project / "benchmarks" / "results"
     with open(tmp_path / "killed.txt", "w") as output:
         killed = subprocess.Popen(
             program, env=env, stdout=output, stderr=output, start_new_session=True
         )
-        while killed.poll() is None and not [*results.glob("ladder-*.json")]:
+        while killed.poll() is None and not [*found.glob("ladder-*.json")]:
             time.sleep(0.1)
         os.killpg(killed.pid, signal.SIGKILL)  # in the middle of part 2
         assert killed.wait() == -signal.SIGKILL, (tmp_path / "killed.txt").read_text()
     done = subprocess.run(program, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    here = project / "out" / "gpu"
-    assert sorted(path.stem for path in here.glob("*.done")) == [
-        f"part-{n}" for n in (1, 2, 4, 5, 6, 7)
-    ]
+    parts = sorted(path.stem for path in (project / "out" / "gpu").glob("*.done"))
+    assert parts == [f"part-{n}" for n in (1, 2, 4, 5, 6, 7)]
     assert "== part 1" not in done.stdout and "== part 2" in done.stdout
-    ladders = [json.loads(path.read_text()) for path in results.glob("ladder-*.json")]
-    names = sorted([rung["name"] for rung in ladder["rungs"]] for ladder in ladders)
-    assert names == [["base", "bf16", "fused"], ["base", "muon"]]
-    assert all(ladder["complete"] for ladder in ladders)
+    [ladder] = found.glob("ladder-*.json")
+    runs = {rung["name"]: len(rung["runs"]) for rung in json.loads(ladder.read_text())["rungs"]}
+    assert runs == {"base": 2, "bf16": 2, "fused": 2, "muon": 2}
     page = (project / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    for name, program in (("resume", resume), ("sizes", sizes)):
-        [path] = results.glob(f"{name}-*.json")
+    for name, module in (("resume", resume), ("sweep", sweep)):
+        contents = {path.name: machine.load(path) for path in sorted(found.glob(f"{name}-*.json"))}
         shown = re.search(f"<!-- {name} -->(.*)<!-- end of {name} -->", page, re.DOTALL)[1]
-        assert shown.strip() == program.block({path.name: json.loads(path.read_text())})
+        assert contents and shown.strip() == module.block(contents)
     assert "Not yet." not in page
-    with tarfile.open(Path(env["OUT"], "gpu.tgz")) as archive:
-        brought = archive.getnames()
+    with tarfile.open(brought / "gpu.tgz") as archive:
+        names = archive.getnames()
     for name in ("gpu-muon/log.jsonl", "gpu-adamw/log.jsonl", "gpu-long.png"):
-        assert f"benchmarks/results/{name}" in brought
-    assert not [name for name in brought if name.endswith("safetensors")]
+        assert f"benchmarks/results/{name}" in names
+    assert not [name for name in names if name.endswith("safetensors")]
+
+
+@NEEDS_POSIX
+def test_without_a_gpu_it_ends_in_one_line():
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    program = ["bash", REPO / "benchmarks" / "gpu.sh"]
+    done = subprocess.run(program, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert re.fullmatch("gpu.sh: error: PyTorch finds no GPU: .*\n", done.stderr)
 
 
 def test_a_table_goes_between_its_comments():
-    page = "a\n<!-- sizes -->\nold\n<!-- end of sizes -->\nb"
-    new = tables.put(page, "sizes", lambda contents: f"of {len(contents)} files", {"x": {}})
-    assert new == "a\n<!-- sizes -->\n\nof 1 files\n\n<!-- end of sizes -->\nb"
-    assert tables.put(page, "sizes", len, {}) == page  # no results: as it was
+    page = "a\n<!-- sweep -->\nold\n<!-- end of sweep -->\nb"
+    new = "a\n<!-- sweep -->\n\nnew\n\n<!-- end of sweep -->\nb"
+    assert tables.put(page, "sweep", "new") == new
 
 
 def test_without_triton_the_traffic_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["traffic.py"])
     monkeypatch.setattr(traffic, "find_spec", lambda _: None)
-    assert traffic.main() == 2
+    assert machine.exit_code("traffic.py", traffic.main) == 2
     assert "pip install triton" in capsys.readouterr().err
 
 
 def test_a_log_is_read_while_it_is_written(tmp_path):
     assert resume.losses(tmp_path) == {}
-    (tmp_path / "log.jsonl").write_text('{"a": 1}\n{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    steps = '{"step": 1, "loss": 2.5, "ms": 1.0}\n{"step": 2, "lo'
+    (tmp_path / "log.jsonl").write_text('{"flags": {}}\n' + steps)
     assert resume.losses(tmp_path) == {1: 2.5}
 
 
-def test_a_size_that_does_not_fit_says_why():
-    fits = {"model": "gpt2", "flags": [], "micro_batch_size": 64, "tokens_per_s": 1e6}
-    fits |= {"matmul_share": 0.5, "mfu": 0.0, "peak_mib": 2048.0}
-    runs = [fits, {"model": "gpt2-xl", "flags": ["--recompute"], "why": "does not fit"}]
-    env = {"device_name": "a card", "torch": "2.13.0"}
-    text = sizes.block({"sizes-x.json": {"environment": env, "runs": runs}})
-    assert "1,000,000 |       50% |     | 2.0 |" in text and "does not fit" in text
-
-
-def test_a_comparison_that_is_done_is_not_made_again(tmp_path, monkeypatch, capsys):
-    made = []
-
+@pytest.mark.parametrize(("flags", "code"), [([], 0), (["--deterministic"], 1)])
+def test_bits_may_differ_on_a_gpu_unless_they_must_not(tmp_path, monkeypatch, flags, code):
     def compare(flags):
-        made.append(flags)
-        if len(made) == 2:
-            raise KeyboardInterrupt
-        run = {"flags": flags, "same_losses": True, "same_weights": True, "difference": 0.0}
-        return run | {"environment": {"device": "cpu", "device_name": "a CPU", "torch": "2.13"}}
+        env = {"device": "cuda", "device_name": "a GPU", "torch": "2.13"}
+        run = {"flags": flags, "same_losses": True, "same_weights": False, "difference": 0.0}
+        return run | {"environment": env}
 
     monkeypatch.setattr(resume, "compare", compare)
-    monkeypatch.setattr(resume.machine, "RESULTS", tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        resume.measure(["--model=nano"], go_on=False)
-    assert resume.measure(["--model=nano"], go_on=True) == 0
-    deterministic = ["--model=nano", "--deterministic"]
-    assert made == [["--model=nano"], deterministic, deterministic]
-    assert capsys.readouterr().out.count(" yes |") == 4 and len([*tmp_path.iterdir()]) == 1
-
-
-@NEEDS_POSIX
-def test_without_a_gpu_it_ends_in_one_line(tmp_path):
-    project = copy_of_project(tmp_path / "project")
-    shutil.copy(REPO / "benchmarks" / "gpu.sh", project / "benchmarks")
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
-    program = ["bash", project / "benchmarks" / "gpu.sh"]
-    done = subprocess.run(program, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout
-    assert re.fullmatch("gpu.sh: error: PyTorch finds no GPU: .*\n", done.stderr)
+    monkeypatch.setattr(machine, "new_path", lambda *_: tmp_path / "resume-x.json")
+    monkeypatch.setattr(sys, "argv", ["resume.py", "--", *flags])
+    assert resume.main() == code
+    assert machine.load(tmp_path / "resume-x.json")["flags"] == flags

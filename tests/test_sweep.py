@@ -1,0 +1,161 @@
+"""benchmarks/sweep.py: its grid, its table, and as a program beside a made-up train_gpt2.py."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sweep
+from test_ladder import REPO, benchmark, copy_of_project
+
+# Its loss falls from 6 by the learning rate after each step of 100 tokens, and by seed.
+TRAIN = """
+import json, sys
+from pathlib import Path
+
+flags = dict(word[2:].partition("=")[::2] for word in sys.argv[1:])
+folder = Path(flags["out-dir"])
+assert "resume" in flags
+folder.mkdir(parents=True, exist_ok=True)
+with open(folder / "starts", "a") as starts:
+    starts.write("x")
+ends = {"diverge": (4, "the loss is not finite"), "huge": (2, "one sequence does not fit")}
+ends |= {"typo": (2, "--typo is no flag"), "broken": (1, "it is broken")}
+for name, (code, why) in ends.items():
+    if name in flags and not Path("repaired").exists():
+        print(f"train_gpt2.py: error: {why}", file=sys.stderr)
+        sys.exit(code)
+env = {"commit": "0123456789", "device": "cpu", "device_name": "a CPU", "torch": "2"}
+start = {"environment": env, "micro_batch_size": 4, "tokenizer": "bytes"}
+records = [start | {"flags": {"batch_tokens": 100, "data_dir": ""}}]
+rate, seed = float(flags.get("learning-rate", 1)), float(flags.get("seed", 0))
+for step in range(5):
+    loss = 6 + 0.1 * seed - rate * step
+    records.append({"step": step, "val_loss": loss, "bits_per_byte": 2 * loss})
+    if step:
+        records.append({"step": step, "loss": loss, "ms": 10.0, "tokens_per_s": 1e4, "peak_mib": 9})
+(folder / "log.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
+(folder / "step_000004").mkdir(exist_ok=True)
+"""
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("sweep", "machine", "plot"):
+        shutil.copy(REPO / "benchmarks" / f"{name}.py", tmp_path / "benchmarks")
+    (tmp_path / "train_gpt2.py").write_text(TRAIN)
+    return tmp_path
+
+
+def run_sweep(project: Path, *flags: str, name: str = "it") -> subprocess.CompletedProcess:
+    program = [sys.executable, project / "benchmarks" / "sweep.py", "--name", name, *flags]
+    return subprocess.run(program, cwd=project, capture_output=True, text=True)
+
+
+def results(project: Path, name: str = "it") -> list[dict]:
+    return json.loads((project / f"out/sweep/sweep-{name}.json").read_text())["runs"]
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Return the table that was printed: a row's cells by its setting."""
+    lines = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {first.strip(): [cell.strip() for cell in cells] for first, *cells in lines}
+
+
+@pytest.mark.parametrize(
+    ("words", "combinations"),
+    [
+        (["--a", "1,2"], [["--a=1"], ["--a=2"]]),
+        (["--a=1,2", "--b"], [["--a=1", "--b"], ["--a=2", "--b"]]),
+        (["--a,--no-a", "--b", "-1"], [["--a", "--b=-1"], ["--no-a", "--b=-1"]]),
+        ([",--a --b=1"], [[], ["--a", "--b=1"]]),
+        (["--a=1,--b"], [["--a=1"], ["--b"]]),
+        (["--a", "1,2", "--b", "3,4"], [[f"--a={a}", f"--b={b}"] for a in "12" for b in "34"]),
+    ],
+)
+def test_commas_separate_alternatives(words, combinations):
+    assert sweep.combinations(words) == combinations
+
+
+def test_a_table_has_a_row_for_each_setting_with_the_spread_over_seeds(project):
+    grid = ["--", "--model=x", "--learning-rate", "0.5,1", "--seed", "1,2"]
+    done = run_sweep(project, "--until-loss-of", "learning-rate=0.5", *grid)
+    assert done.returncode == 0, done.stderr
+    head, _, slow, fast = rows(done.stdout).items()
+    assert head[1][:3] == ["runs", "validation loss", "bits per byte"]
+    assert head[1][-1] == "share of tokens"
+    # At 0.5 the loss ends at 4.1 and 4.2; at 1 it is there after half of the steps.
+    assert slow[0] == "`--learning-rate=0.5`"
+    assert slow[1][:2] == ["2 done", "4.150 (4.100, 4.200)"] and slow[1][-1] == "1.00"
+    assert fast[0] == "`--learning-rate=1`"
+    assert fast[1][:3] == ["2 done", "2.150 (2.100, 2.200)", "4.300 (4.200, 4.400)"]
+    assert fast[1][-1] == "0.50"
+    assert "--model=x" in done.stdout.splitlines()[0]
+
+
+def test_what_diverges_or_does_not_fit_is_a_row(project):
+    done = run_sweep(project, "--", ",--diverge,--huge")
+    assert done.returncode == 0, done.stderr
+    table = rows(done.stdout)
+    assert table["`the defaults`"][0] == "1 done"
+    assert table["`--diverge`"][0] == "1 diverged" and table["`--huge`"][0] == "1 does not fit"
+
+
+def test_a_sweep_continues_and_grows_and_overwrites_nothing(project):
+    other = project / "out/sweep/it/a=1"  # of somebody else
+    other.mkdir(parents=True)
+    grid = ["--", "--a", "1,2", ",--broken"]
+    done = run_sweep(project, *grid)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "sweep.py: error: --a=1 --broken: it is broken",
+    )
+    (project / "repaired").touch()
+    done = run_sweep(project, *grid)
+    assert done.returncode == 0, done.stderr
+    done = run_sweep(project, "--", "--a", "1,2,3", ",--broken")
+    assert done.returncode == 0, done.stderr
+    runs = results(project)
+    assert len(runs) == 6 and {run["state"] for run in runs} == {"done"}
+    folders = [project / run["folder"] for run in runs]
+    assert len({*folders}) == 6 and other not in folders and not [*other.iterdir()]
+    starts = [len((folder / "starts").read_text()) for folder in folders]
+    assert starts == [1, 2, 1, 1, 1, 1]  # the one that was broken was continued in its folder
+
+
+def test_a_mistake_is_one_line(project):
+    done = run_sweep(project, "--", "--typo")
+    assert done.stderr.splitlines()[-1] == "sweep.py: error: --typo: --typo is no flag"
+    assert done.returncode == 2
+    done = run_sweep(project, "--until-loss-of", "b", "--", "--a", "1,2")
+    assert "no finished run has these flags and a loss" in done.stderr and done.returncode == 2
+
+
+def test_checkpoints_are_deleted_on_request_alone(project):
+    for name, flags in (("kept", []), ("gone", ["--discard"])):
+        assert run_sweep(project, *flags, "--", "--a", name=name).returncode == 0
+        [run] = results(project, name)
+        assert (project / run["folder"] / "log.jsonl").exists()
+        assert (project / run["folder"] / "step_000004").exists() == (name == "kept")
+
+
+def test_a_loss_is_reached_between_two_validations():
+    curve = {"tokens": [0, 10, 20, 30], "val_loss": [6.0, 4.0, 2.0, 3.0]}
+    assert [sweep.tokens_to(loss, curve) for loss in (3.5, 2.0, 1.0)] == [12.5, 20, float("inf")]
+
+
+@pytest.mark.slow
+def test_the_real_train_gpt2(tmp_path, data_dir):
+    project = copy_of_project(tmp_path / "project")
+    tiny = ["--model", "nano", "--steps", "6", "--batch-tokens", "64", "--seq-len", "16"]
+    tiny += ["--eval-every", "2", "--eval-tokens", "512", "--data-dir", str(data_dir)]
+    grid = ["--muon,--no-muon", "--learning-rate", "1e-3,1e30"]
+    until = ["--until-loss-of", "no-muon"]
+    done = benchmark(project, "sweep.py", "--name", "it", *until, "--", *tiny, *grid)
+    assert done.returncode == 0, done.stderr
+    states = [run["state"] for run in results(project)]
+    assert len(states) == 4 and states[0] == states[2] == "done" and "diverged" in states
+    assert rows(done.stdout)["`--no-muon --learning-rate=1e-3`"][-1] == "1.00"
