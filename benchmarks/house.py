@@ -34,9 +34,9 @@ class Source:
         self.num_lines = self.text.count("\n")
         docstrings = set()
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                if ast.get_docstring(node) is not None:
-                    docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+            has_body = isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+            if has_body and ast.get_docstring(node) is not None:
+                docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
         self.code_lines = set()
         self.num_tokens = self.num_comments = 0
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
