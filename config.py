@@ -1,4 +1,4 @@
-"""Every flag of train_gpt2.py, declared once, and how each flag gets its value: see resolve."""
+"""Every flag of train_gpt2.py, declared once. resolve decides the value of each."""
 
 import re
 from collections import ChainMap
@@ -19,88 +19,88 @@ SCHEDULES = ("cosine", "constant", "wsd")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The flags of one run. The defaults are GPT-2 124M's; RECIPES has what other models change.
-    The word after a flag's text says whether a resumed run may change it: see cli.OnResume."""
+    """The flags of one run. The defaults are GPT-2 124M's; RECIPES overrides them for other models.
+    The word after a flag's help text says whether a resumed run may change it: see cli.OnResume."""
 
     model: str = flag("gpt2", "recipe (default: gpt2, or nano without a GPU)", "refuse", SHAPES)
     out_dir: str = flag("", "folder of the run (default: next free out/NNN)", "per command")
-    resume: bool = flag(False, "continue from the newest good checkpoint, or start", "per command")
+    resume: bool = flag(False, "continue from the newest good checkpoint, if any", "per command")
     init_from: str = flag("", "initial weights: folder, file or name on the hub", "refuse")
     seed: int = flag(1337, "seed of the weights, the data order and samples", "refuse")
     save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
-    # Two, so that there is one to go back to if the newest is damaged.
+    # Two, so that there is one to fall back on if the newest is damaged.
     keep: int = flag(2, "keep the newest N checkpoints, plus the best one", min=1)
-    device: str = flag("auto", "where to train", "per command", DEVICES)
-    deterministic: bool = flag(False, "bit-for-bit on GPUs too (slower)", "inexact")
+    device: str = flag("auto", "device to train on", "per command", DEVICES)
+    deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)", "inexact")
     eval_only: bool = flag(False, "evaluate a run or weights, train nothing", "per command")
 
     data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
-    shuffle: bool = flag(True, "a new order of the sequences in each epoch", "refuse")
+    shuffle: bool = flag(True, "reorder the sequences in each epoch", "refuse")
     seq_len: int = flag(1024, "tokens per sequence", "refuse", min=1)
-    # 2**19: GPT-3's half a million for this size, and a power of two for the GPU (the lecture's).
+    # 2**19, as in the lecture: GPT-3's half a million for this size, as a power of two.
     batch_tokens: int = flag(524_288, "tokens per optimizer step, over all ranks", min=1)
     # 20 batches, as in build-nanogpt's published curve.
-    eval_tokens: int = flag(10_485_760, "validation tokens, capped at the whole split; 0: none")
+    eval_tokens: int = flag(10_485_760, "validation tokens, at most the whole split; 0: none")
 
-    # The recipe of --model sets these. Type them for a shape of your own.
+    # --model sets these. Type them for a shape that no recipe has.
     n_layer: int = flag(12, "transformer blocks", "refuse", min=1, group="network")
     n_head: int = flag(12, "attention heads per block", "refuse", min=1)
     n_embd: int = flag(768, "channels of the residual stream", "refuse", min=1)
     dropout: float = flag(0.0, "probability of zeroing an activation", max=0.99)
 
-    # The lecture takes 50 steps. One pass over 10 billion tokens is 19,073 steps.
+    # The lecture trains for 50 steps. One pass over 10 billion tokens takes 19,073.
     steps: int = flag(50, "optimizer steps", min=1, group="optimization")
-    # 375 million tokens, as GPT-3 had.
-    warmup_steps: int = flag(715, "steps of linear warm-up; if not typed, at most steps / 5")
-    learning_rate: float = flag(6e-4, "peak learning rate; with --muon its default is by width")
+    # 375 million tokens, as in GPT-3.
+    warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
+    learning_rate: float = flag(6e-4, "peak learning rate; with --muon it depends on --n-embd")
     schedule: str = flag("cosine", "learning rate after the warm-up", "allow", SCHEDULES)
     decay_to: float = flag(0.1, "final rate of cosine and wsd, as a fraction of the peak", max=1)
-    decay_share: float = flag(0.2, "wsd: last share of the steps, in which the rate falls", max=1)
+    decay_share: float = flag(0.2, "wsd: fraction of the steps, at the end, spent decaying", max=1)
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
     beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9, with --muon 0.8)", max=0.999)
     muon: bool = flag(False, "Muon for the blocks' matrices, AdamW for the rest", "refuse")
 
     # An evaluation validates, samples, and answers the questions of --hellaswag.
-    eval_every: int = flag(250, "steps between evaluations; 0: at both ends", group="logs")
-    log_every: int = flag(0, "steps between lines; 0: every step on a terminal, else 20 a run")
+    eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
+    log_every: int = flag(0, "steps between lines; 0: every step on a terminal, else 20 per run")
     hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
-    wandb: bool = flag(False, "write the log for Weights & Biases too")
+    wandb: bool = flag(False, "also log to Weights & Biases")
 
-    # Samples have random numbers of their own, so they never change a run.
+    # Samples use a separate random generator, so they never change a run.
     num_samples: int = flag(1, "samples at each evaluation; 0: none", group="samples")
-    sample_tokens: int = flag(200, "tokens of a sample", min=1)
+    sample_tokens: int = flag(200, "tokens per sample", min=1)
     prompt: str = flag("", "text to continue (default: the start of a document)")
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
-    top_k: int = flag(50, "draw among the k likeliest tokens; 0: among all")
+    top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
 
-    # All six are on by default, except where the device lacks one: see device.speed_ups_off.
+    # On by default, except where they are unavailable or slower: see device.speed_ups_off.
     tf32: bool = flag(True, "1: float32 products on tensor cores", "inexact", group="speed-ups")
     bf16: bool = flag(True, "2: bfloat16 where it is safe (autocast)", "inexact")
     compile: bool = flag(True, "3: torch.compile", "inexact")
     flash: bool = flag(True, "4: attention in one fused kernel", "inexact")
-    # The only one that a resume can't change: the optimizer's state has its sizes.
+    # A resumed run can't change this one: it sets tensor sizes in the optimizer's state.
     pad_vocab: bool = flag(True, "5: 50,304 embedding rows, not 50,257", "refuse")
     fused: bool = flag(True, "6: AdamW in one kernel", "inexact")
 
-    # It makes a compiled step of 124M 5 % faster on an H100.
+    # This makes a compiled step of 124M 5 % faster on an H100.
     bf16_residual: bool = flag(False, "bfloat16 residual stream (default: on GPUs)", "inexact")
     fp16: bool = flag(False, "float16, for GPUs without bfloat16", "inexact")
 
     micro_batch_size: int = flag(0, "sequences per pass; 0: what fits", "inexact", group="memory")
-    # With --recompute --loss-chunk-tokens 1024, 64 sequences of 124M fit in 8 GB instead of 4.
-    recompute: bool = flag(False, "compute blocks twice, to save memory", "inexact")
+    # With --recompute --loss-chunk-tokens 1024, 8 GB hold 64 sequences of 124M, not 4.
+    recompute: bool = flag(False, "recompute blocks in backward, to save memory", "inexact")
     loss_chunk_tokens: int = flag(0, "compute the loss N tokens at a time; 0: all", "inexact")
 
     def __post_init__(self):
-        """Raise UserError, with the cure, if flags are out of range or do not fit together."""
+        """Raise UserError, with the cure, if flags are out of range or contradict each other."""
         check_limits(TrainConfig, vars(self))
         if 0 < self.warmup_steps >= self.steps:
             cure = f"try --warmup-steps {self.steps // 5}"
             raise UserError(f"--warmup-steps must be below --steps {self.steps}: {cure}")
         try:
             self.shape(vocab_size=1)
-        except ValueError as error:  # GPTConfig knows the rules, and names its fields
+        except ValueError as error:  # its message names fields; name the flags instead
             names = "|".join(f.name for f in fields(GPTConfig))
             text = re.sub(rf"\b({names})\b", lambda name: spell(name[0]), str(error))
             raise UserError(text) from error
@@ -112,13 +112,13 @@ class TrainConfig:
             raise UserError("--bf16-residual needs --bf16: add it, or --no-bf16-residual")
 
     def shape(self, vocab_size: int) -> GPTConfig:
-        """Return the shape of the network. Each of its fields must be a flag, and each flag of the
-        network a field, of GPTConfig or of ComputeConfig: one that is forgotten fails here."""
+        """Return the shape of the network. Fail if a field of GPTConfig is no flag, or if a flag of
+        the network is a field of neither GPTConfig nor ComputeConfig."""
         names = [f.name for f in fields(GPTConfig) if f.name != "vocab_size"]
         known = [*names, *(f.name for f in fields(ComputeConfig))]
         for name in flags_in_group(TrainConfig, "network"):
             if name not in known:
-                raise TypeError(f"{spell(name)} has no field in GPTConfig, nor in ComputeConfig")
+                raise TypeError(f"{spell(name)} is a field of neither GPTConfig nor ComputeConfig")
         return GPTConfig(vocab_size, **{name: getattr(self, name) for name in names})
 
     def compute_config(self) -> ComputeConfig:
@@ -126,14 +126,14 @@ class TrainConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of matrix products, speed-up 2. Weights, sums and the loss stay float32."""
+        """The dtype of matrix products (speed-up 2). Weights, sums and the loss stay float32."""
         if self.fp16:
             return torch.float16
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def num_micro_batches(self, micro_batch_size: int, num_ranks: int) -> int:
-        """Return the forward and backward passes of each rank in a step. Raise UserError if the
-        batch is not a multiple of what all ranks take in one pass."""
+        """Return how many forward and backward passes each rank makes per step. Raise UserError if
+        batch_tokens is not a multiple of the tokens that all ranks process in one pass."""
         tokens_per_pass = micro_batch_size * self.seq_len * num_ranks
         count, remainder = divmod(self.batch_tokens, tokens_per_pass)
         if remainder:
@@ -148,8 +148,8 @@ class TrainConfig:
 
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 
-# Learning rates and batches of the GPT-2 sizes: Brown et al. 2020 (GPT-3), table 2.1. nano's were
-# chosen by the validation loss after its 1,200 steps.
+# Learning rates and batch sizes are those of GPT-3 at similar model sizes (Brown et al. 2020,
+# table 2.1). nano's gave the lowest validation loss after 1,200 steps.
 RECIPES: dict[str, dict] = {
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -169,19 +169,19 @@ SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd")
 for _model, _recipe in RECIPES.items():
     _recipe |= {name: getattr(SHAPES[_model], name) for name in SHAPE_FLAGS}
 
-# For --init-from: the weights are good already, so the rate and the batch are small. nanoGPT's
-# values for finetuning.
+# For --init-from: weights that are already good need a small rate and a small batch. These are
+# nanoGPT's values for finetuning.
 FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
 
 
 def muon_learning_rate(n_embd: int) -> float:
-    """Return the peak learning rate of --muon for a network of this width. Measured from 128 to 512
-    channels (benchmarks/README.md), and extrapolated beyond."""
+    """Return --muon's peak learning rate for a network of this width: measured from 128 to 512
+    channels (benchmarks/README.md), extrapolated beyond."""
     rate = 8e-3 * min(1, 128 / n_embd) ** 0.8
     return float(f"{rate:.2g}")  # the measurement justifies no more digits
 
 
-SYNONYMS = {  # what users of nanoGPT, build-nanogpt and llm.c type, and what to type here
+SYNONYMS = {  # flags of nanoGPT, build-nanogpt and llm.c, and their equivalents
     "--batch-size": "--micro-batch-size, sequences per pass, or --batch-tokens, tokens per step",
     "--block-size": "--seq-len",
     "--cosine": "--schedule cosine",
@@ -196,13 +196,13 @@ SYNONYMS = {  # what users of nanoGPT, build-nanogpt and llm.c type, and what to
     "--lr": "--learning-rate",
     "--max-iters": "--steps",
     "--max-new-tokens": "--sample-tokens",
-    "--min-lr": "--decay-to, a share of the peak",
+    "--min-lr": "--decay-to, a fraction of the peak",
     "--no-cosine": "--schedule constant",
     "--num-iterations": "--steps",
     "--sample-only": "a program, sample.py: python sample.py RUN --prompt TEXT",
     "--sequence-length": "--seq-len",
     "--start": "--prompt",
-    "--tokenizer": "a flag of prepare_data.py: the data decides it",
+    "--tokenizer": "a flag of prepare_data.py: the data has its tokenizer",
     "--total-batch-size": "--batch-tokens, tokens per step",
     "--val-loss-every": "--eval-every",
     "--wandb-log": "--wandb",
@@ -215,15 +215,15 @@ EVAL_FLAGS += " deterministic tf32 bf16 fp16 flash bf16_residual loss_chunk_toke
 
 
 def read_flags(argv: list[str], doc: str) -> dict:
-    """Return the flags that were typed, by name. doc is the text of --help around the flags."""
+    """Return the flags that the user typed, by name. --help shows doc around the flags."""
     recipes = RECIPES | {"--init-from": FINETUNE}
     typed = parse(TrainConfig, doc, recipes, SYNONYMS, argv)
     for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
-        if typed.get(name) == "":  # such as an unset variable of a shell script
+        if typed.get(name) == "":  # such as an unset shell variable
             raise UserError(f"{spell(name)} is empty: name one, or leave it out")
     num_prompts = sum(arg == "--prompt" or arg.startswith("--prompt=") for arg in argv)
-    if num_prompts > 1:  # of other flags the last one counts, so that "$@" may end a script's own
-        raise UserError(f"--prompt is typed {num_prompts} times: type one")
+    if num_prompts > 1:  # other flags may repeat, and the last one wins: scripts append "$@"
+        raise UserError(f"--prompt is typed {num_prompts} times: type it once")
     if typed.get("eval_only"):
         for name in typed:
             if name not in EVAL_FLAGS.split():
@@ -234,17 +234,17 @@ def read_flags(argv: list[str], doc: str) -> dict:
 def resolve(
     typed: dict, state: dict | None, source: Pretrained | None, device: torch.device
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the flags of the run, and why some speed-ups are off, by name.
+    """Return the run's flags, and the speed-ups that are off by default, with the reasons.
 
-    The first layer that has a flag decides its value: what was typed; what a resumed run was saved
-    with (state); the rules in this function, which look at other flags; the weights that the run
-    begins with (source); the recipe of the model; the defaults. What the first two layers ask for
-    is obeyed, or refused with a UserError."""
+    The first layer that has a flag decides its value: the command line; the checkpoint of a resumed
+    run (state); the rules in this function, which depend on other flags; the weights of --init-from
+    or the checkpoint (source); the model's recipe; the defaults. We obey the first two layers, or
+    raise UserError."""
     asked = ChainMap(typed, saved_flags(state, device) if state else {})
     weights = flags_of_weights(source, asked)
     has_gpu = device.type == "cuda"
     model = asked.get("model") or weights.get("model") or ("gpt2" if has_gpu else "nano")
-    rules: dict = {}
+    rules: dict = {}  # filled below; since flags looks into it, the order of the rules matters
     flags = ChainMap(*asked.maps, rules, weights, {"model": model}, RECIPES[model], DEFAULTS)
 
     if flags["muon"]:
@@ -252,7 +252,7 @@ def resolve(
         rules |= {"beta1": 0.8, "learning_rate": muon_learning_rate(flags["n_embd"])}
     if flags["init_from"]:
         rules |= FINETUNE
-    # 715 steps of warm-up would be most of a short run. A fifth is the lecture's 10 of 50.
+    # 715 steps of warm-up would be most of a short run. The lecture warms up for a fifth.
     rules["warmup_steps"] = min(flags["warmup_steps"], flags["steps"] // 5)
     if not flags["data_dir"] and not flags["init_from"]:
         rules["prompt"] = "def "  # the data is Python's own source
@@ -265,21 +265,21 @@ def resolve(
         rules["fp16"] = True  # a T4 or V100 has float16 in hardware
     if asked.get("fp16"):
         rules["bf16"] = False
-    # Weights that others trained in float32 may have values in their residual stream that are too
-    # large to add up in bfloat16.
+    # Not for --init-from: weights trained in float32 may give a residual stream whose values are
+    # too large to add up in bfloat16.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
     return TrainConfig(**flags), off
 
 
 def has_moved(state: dict, device: torch.device) -> bool:
-    """Return whether a checkpoint was written on another kind of device than this one."""
+    """Return whether a checkpoint was written on a different kind of device."""
     return state["environment"]["device_name"] != device_name(device)
 
 
 def saved_flags(state: dict, device: torch.device) -> dict:
-    """Return the flags that a resumed run keeps. On another kind of device its speed-ups and its
-    micro-batch are chosen anew. The flags come from the checkpoint, never from log.jsonl: a damaged
+    """Return the flags that a resumed run keeps; on a different kind of device it keeps neither the
+    speed-ups nor the micro-batch. They come from the checkpoint, never from log.jsonl: a damaged
     log must not change a run."""
     dropped = {f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == "per command"}
     if has_moved(state, device):
@@ -290,18 +290,18 @@ def saved_flags(state: dict, device: torch.device) -> dict:
 
 
 def flags_of_weights(source: Pretrained | None, asked: Mapping) -> dict:
-    """Return the flags that the weights decide. Raise UserError if another value is asked for."""
+    """Return the flags that the weights fix. Raise UserError if `asked` has other values."""
     if source is None:
         return {}
     shape = asdict(source.shape)
     del shape["vocab_size"], shape["pad_vocab"]
     for name, value in shape.items():
         wanted = asked.get(name, value)
-        is_shorter = name == "seq_len" and wanted < value  # allowed: not all positions are used
+        is_shorter = name == "seq_len" and wanted < value  # allowed: the last positions go unused
         if wanted != value and not is_shorter:
             has = f"{source.path} has {typed_as(name, value)}"
             raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out")
     for model, known in SHAPES.items():
         if all(shape[name] == getattr(known, name) for name in ("n_layer", "n_head", "n_embd")):
             return shape | {"model": model}
-    return shape | {"model": "gpt2"}  # the recipe for a shape that no recipe has
+    return shape | {"model": "gpt2"}  # no recipe has this shape: take gpt2's

@@ -1,10 +1,10 @@
 """Token shards on disk, folders of them, and the loader that deals sequences out to the ranks.
 
-A shard is a file of uint16 tokens, little-endian, in one of three formats, told apart by content:
-    .bin   256 int32 (20240520, 1, number of tokens, 0 ...), then the tokens: what prepare_data.py
-           writes, and what others published for llm.c and modded-nanogpt
-    .npy   a one-dimensional numpy array: build-nanogpt's
-    .bin   the tokens alone, in files called train.bin and val.bin: nanoGPT's
+A shard is a file of little-endian uint16 tokens in one of three formats, recognized by content:
+    .bin   256 int32 (20240520, 1, number of tokens, 0 ...), then the tokens: written by
+           prepare_data.py, and published by others for llm.c and modded-nanogpt
+    .npy   a one-dimensional numpy array, as in build-nanogpt
+    .bin   only the tokens, in files called train.bin and val.bin, as in nanoGPT
 """
 
 import hashlib
@@ -22,25 +22,25 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
 TOKEN = np.dtype("<u2")
 PREPARE = "prepare_data.py"
-MANIFEST = "manifest.json"  # beside the shards: what prepare_data.py knew of them
-VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # <|endoftext|> is the last id of both
+MANIFEST = "manifest.json"  # what prepare_data.py recorded about the shards beside it
+VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # the last id of each is <|endoftext|>
 
 
 class ShardError(ValueError):
-    """Shards are missing, incomplete, or do not fit: the user's mistake."""
+    """Shards are missing, incomplete or unsuitable: the user's mistake."""
 
     exit_code = 2
 
 
 class DamagedShard(ShardError):
-    """A shard has changed since it was opened: the disk's fault."""
+    """A shard has changed since we opened it: the disk's fault."""
 
     exit_code = 6
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Where the tokens of a file are."""
+    """Where a file's tokens are."""
 
     path: Path
     offset: int  # bytes before the first token
@@ -48,18 +48,18 @@ class Shard:
     max_id: int = 65535  # a larger id means that the shard is damaged
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens start .. start + count, uint16 (count,). Raise DamagedShard if they are not
-        there or not valid. Every read is checked: a file may be overwritten during a run."""
+        """Return `count` tokens from `start`: (count,) uint16. Raise DamagedShard if any is missing
+        or invalid. Every read checks, because a file may be overwritten during a run."""
         try:
-            with open(self.path, "rb", buffering=0) as f:  # half the time of np.fromfile
+            with open(self.path, "rb", buffering=0) as f:  # twice as fast as np.fromfile
                 f.seek(self.offset + start * TOKEN.itemsize)
                 content = f.read(count * TOKEN.itemsize)
         except OSError as error:
             raise DamagedShard(f"{self.path} can't be read: {error.strerror}") from error
         if len(content) < count * TOKEN.itemsize:
-            raise DamagedShard(f"{self.path} is cut before token {start + count:,}: copy it again")
+            raise DamagedShard(f"{self.path} ends before token {start + count:,}: copy it again")
         tokens = np.frombuffer(content, TOKEN)
-        largest = tokens.max(initial=0)  # 2 us
+        largest = tokens.max(initial=0)  # takes 2 us
         if largest > self.max_id:
             cure = "prepare the data again, with the right --tokenizer"
             raise DamagedShard(f"{self.path} holds token {largest}, above {self.max_id}: {cure}")
@@ -67,26 +67,26 @@ class Shard:
 
 
 def shard_header(num_tokens: int) -> bytes:
-    """Return the first HEADER_BYTES of a shard of num_tokens."""
+    """Return the header of a shard of num_tokens tokens: HEADER_BYTES bytes."""
     return np.array([MAGIC, VERSION, num_tokens], "<i4").tobytes().ljust(HEADER_BYTES, b"\0")
 
 
 def open_shard(path: Path) -> Shard:
-    """Return the shard in a file. Raise ShardError if it holds none, or a part of one."""
+    """Return the shard in a file. Raise ShardError if there is none, or only part of one."""
     try:
         shard = recognize(path)
         on_disk = (path.stat().st_size - shard.offset) / TOKEN.itemsize
         if on_disk != shard.num_tokens or not on_disk:
             raise ValueError(f"holds {on_disk:,.10g} tokens, its header says {shard.num_tokens:,}")
         return shard
-    except Exception as error:  # numpy parses a damaged .npy header with Python's own parser
+    except Exception as error:  # numpy parses .npy headers as Python: anything may fail
         raise ShardError(
             f"{path} is not a complete shard: {error}; copy it again, or write it with {PREPARE}"
         ) from error
 
 
 def recognize(path: Path) -> Shard:
-    """Return a file as a shard. Its content shows the format. Raise ValueError if it has none."""
+    """Return a file as a shard, in the format that its content shows, or raise ValueError."""
     if not path.is_file():
         raise ValueError("no file")  # reading a pipe would wait forever
     with open(path, "rb") as f:
@@ -98,14 +98,14 @@ def recognize(path: Path) -> Shard:
         with warnings.catch_warnings(action="ignore"):  # about headers that Python 2 wrote
             array = np.load(path, mmap_mode="r")  # reads the header only
         if array.dtype != TOKEN or array.ndim != 1:
-            raise ValueError(f"holds {array.dtype} of shape {array.shape}, not uint16 in a row")
+            raise ValueError(f"holds {array.dtype} of shape {array.shape}, not a row of uint16")
         return Shard(path, array.offset, len(array))
     if path.name not in ("train.bin", "val.bin"):
         raise ValueError(f"starts with {magic}, {version} instead of {MAGIC}, {VERSION}")
     # nanoGPT's format has no header, so the first million tokens must look like tokens.
     tokens = np.fromfile(path, TOKEN, 1 << 20)
     if tokens.max() >= VOCAB_SIZES["gpt2"]:
-        raise ValueError(f"has no header and holds {tokens.max()}, no token of GPT-2's 50,257")
+        raise ValueError(f"has no header and holds {tokens.max()}, not one of GPT-2's 50,257")
     if (len(tokens) > 1 and not tokens[1::2].any()) or tokens.view(np.uint8).all():
         raise ValueError("has no header and holds text, or 32-bit numbers")
     return Shard(path, 0, path.stat().st_size // TOKEN.itemsize)
@@ -120,12 +120,12 @@ class TokenFolder:
     train: list[Shard]
     val: list[Shard]
     tokenizer: str  # "bytes", "gpt2" or "unknown"
-    fingerprint: str  # of the tokens and their order, whatever the files are called
+    fingerprint: str  # of the tokens and their order, not of file names
 
 
 def open_folder(path: Path) -> TokenFolder:
-    """Return the shards of a folder: those in its manifest, or without one, all. Raise ShardError
-    if a split has none."""
+    """Return the shards that a folder's manifest lists or, without a manifest, all of its shards.
+    Raise ShardError if a split has none."""
     cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
     if not path.is_dir():
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
@@ -142,7 +142,7 @@ def open_folder(path: Path) -> TokenFolder:
                 shards.append(replace(shard, max_id=entry["largest_id"]))
                 digest.update(f"{split} {entry['sha256']} ".encode())
     else:
-        tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT's alphabets
+        tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # char-level nanoGPT
         for file in sorted(path.iterdir()):
             names = [split for split in splits if split in file.name]
             if file.suffix in (".bin", ".npy") and len(names) == 1:
@@ -150,12 +150,12 @@ def open_folder(path: Path) -> TokenFolder:
                 splits[names[0]].append(shard)
                 digest.update(f"{names[0]} {shard.num_tokens} ".encode())
                 size = min(512, shard.num_tokens)
-                for i in range(64):  # samples, from the first token to the last: 1 ms in all
+                for i in range(64):  # 64 samples across the shard take 1 ms in all
                     part = shard.read(i * (shard.num_tokens - size) // 63, size)
                     digest.update(part.tobytes())
     if not any(splits.values()):
         tokens = f"data/{path.resolve().name}-tokens"
-        cure = f"to make some of its text: python {PREPARE} --input {path} --data-dir {tokens}"
+        cure = f"to make some from its text: python {PREPARE} --input {path} --data-dir {tokens}"
         below = [str(manifest.parent) for manifest in sorted(path.glob(f"*/{MANIFEST}"))]
         cure = f"name {' or '.join(below)}" if below else cure
         raise ShardError(f"--data-dir {path} holds no shards of tokens: {cure}")
@@ -166,17 +166,17 @@ def open_folder(path: Path) -> TokenFolder:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return a folder's manifest. Raise ShardError if it lacks what this program needs."""
+    """Return a folder's manifest. Raise ShardError if it lacks anything that we need."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         manifest["tokenizer"]["name"] = str(manifest["tokenizer"]["name"])
         for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
-            entry["name"] = Path(str(entry["name"])).name  # so that it leads to no other folder
+            entry["name"] = Path(str(entry["name"])).name  # never a path to another folder
             entry["sha256"] = str(entry["sha256"])
             entry["tokens"] = int(entry["tokens"])
             entry["largest_id"] = int(entry["largest_id"])
         return manifest
-    except Exception as error:  # it may hold anything
+    except Exception as error:  # a damaged file may hold anything
         raise ShardError(
             f"{folder}/{MANIFEST} is damaged: {error!r:.99}; prepare it again"
         ) from None
@@ -191,10 +191,10 @@ def round_keys(seed: int, epoch: int) -> list[int]:
 
 
 def shuffled(number: int, length: int, seed: int, epoch: int) -> int:
-    """Return where a permutation of range(length), new in each epoch, takes number. It is computed,
-    not stored: a Feistel network (Luby and Rackoff 1988) permutes the numbers of 2 * half bits,
-    and is applied until the result is below length (Black and Rogaway 2002), on average at most
-    4 times."""
+    """Return what a permutation of range(length), different in each epoch, maps number to. We
+    compute it instead of storing it: a Feistel network (Luby and Rackoff 1988) permutes the numbers
+    of 2 * half bits. We apply it until the result is below length (Black and Rogaway 2002), at most
+    4 times on average."""
     half = ((length - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     while True:
@@ -210,9 +210,9 @@ def shuffled(number: int, length: int, seed: int, epoch: int) -> int:
 
 @lru_cache(maxsize=4096)
 def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
-    """Return where the sequences of an epoch begin in a shard, below T. After the first epoch the
-    text is cut at new places: on 135 kB of text that improved the best validation loss from 1.907
-    to 1.721."""
+    """Return the position, below T, of an epoch's first sequence in a shard. Later epochs cut the
+    text at new places: on 135 kB of text that improved the best validation loss from 1.907 to
+    1.721."""
     if epoch == 0:
         return 0
     entropy = np.random.SeedSequence([seed, epoch, shard]).generate_state(1, np.uint64)[0]
@@ -220,11 +220,11 @@ def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
 
 
 class ShardLoader:
-    """Deals sequences of T tokens out to the ranks, B at a time. The sequences of all shards are
-    numbered; none spans two shards. Each call of next_batch takes the next B * num_ranks numbers, B
-    for each rank. The whole state is position, one integer that is the same on every rank: a run
-    resumes with any B and any number of ranks. With a seed each epoch has a new order; without one
-    the order is the disk's."""
+    """Deals sequences of T tokens out to the ranks, B at a time. Sequences are numbered across all
+    shards; none spans two. Each next_batch takes the next B * num_ranks numbers, B for each rank.
+    The only state is position, an integer that is the same on every rank, so a run can resume with
+    any B and any number of ranks. With a seed, each epoch has a new order; without one, sequences
+    come in the order on disk."""
 
     def __init__(
         self, shards: list[Shard], B: int, T: int, rank=0, num_ranks=1, seed: int | None = None
@@ -244,9 +244,9 @@ class ShardLoader:
                 f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}: {cure}"
             )
         self.position = 0  # sequences dealt out so far, over all ranks
-        self.ahead: tuple | None = None  # the batch that read_ahead has read, and its numbers
+        self.ahead: tuple | None = None  # numbers and batch, from read_ahead
 
-    def __len__(self) -> int:  # in an epoch
+    def __len__(self) -> int:  # sequences in an epoch
         return self.ends[-1]
 
     def __getitem__(self, number: int) -> np.ndarray:
@@ -266,9 +266,9 @@ class ShardLoader:
         return shard.read(start, self.T + 1)
 
     def batch(self, numbers: range) -> tuple:
-        """Return inputs and targets of these sequences, (len(numbers), T) int64 each. For a GPU
-        they are in pinned memory, which it can copy while it computes."""
-        import torch  # not at the top: it would cost each of prepare_data.py's workers 200 MB
+        """Return inputs and targets of these sequences, (len(numbers), T) int64 each. With a GPU
+        they are in pinned memory, so that it can copy them while it computes."""
+        import torch  # at the top it would cost each worker of prepare_data.py 200 MB
 
         rows = np.stack([self[n] for n in numbers])  # (len(numbers), T + 1)
         x = torch.from_numpy(rows[:, :-1].astype(np.int64))
@@ -290,6 +290,6 @@ class ShardLoader:
         return range(first, first + self.B)
 
     def read_ahead(self):
-        """Read the next batch now, while a GPU is busy."""
+        """Read the next batch now, while the GPU is busy."""
         numbers = self.next_numbers()
         self.ahead = numbers, self.batch(numbers)

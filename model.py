@@ -26,18 +26,18 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of the network, which fixes the names and sizes of its parameters. A checkpoint
-    stores all fields; one that an older checkpoint lacks takes its default, GPT-2 124M's."""
+    """The shape of the network. It determines the names and sizes of all parameters. A checkpoint
+    stores every field; if an older checkpoint lacks one, the default applies (GPT-2 124M's)."""
 
     vocab_size: int = 50257  # 256 bytes, 50,000 merges and <|endoftext|>
-    seq_len: int = 1024  # of the longest sequence; each position has a learned embedding
+    seq_len: int = 1024  # longest sequence; each position has a learned embedding
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     pad_vocab: bool = True
 
     def __post_init__(self):
-        """Raise ValueError if the fields, which may come from a file, make no network."""
+        """Raise ValueError if the fields, perhaps read from a file, describe no valid network."""
         for f in fields(self):
             value = getattr(self, f.name)
             # bool is a subclass of int, so True would pass isinstance as a number of layers.
@@ -53,8 +53,8 @@ class GPTConfig:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the embedding. Speed-up 5 rounds vocab_size up to a multiple of 64 (50257 ->
-        50304): a GPU multiplies matrices in tiles, and part of a tile costs as much as a whole."""
+        """The rows of the embedding. Speed-up 5 rounds vocab_size up to a multiple of 64 (50257 to
+        50304): GPUs multiply matrices in tiles, and a partial tile costs as much as a full one."""
         if not self.pad_vocab:
             return self.vocab_size
         return math.ceil(self.vocab_size / 64) * 64
@@ -62,16 +62,16 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How the network is computed. A checkpoint does not depend on it."""
+    """How the network is computed. Checkpoints do not depend on it."""
 
     flash: bool = True  # speed-up 4
     dropout: float = 0.0  # probability of zeroing an activation, in training
     bf16_residual: bool = False  # keep the residual stream in bfloat16, not in float32
-    recompute: bool = False  # store each block's input alone; backward computes the block again
+    recompute: bool = False  # store only each block's input; backward recomputes the block
     loss_chunk_tokens: int = 0  # tokens per chunk of the loss; 0: all at once
 
 
-SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with OpenAI's released heads
+SHAPES = {  # layers, channels: Radford et al. 2019, table 2; heads: OpenAI's released models
     "gpt2": GPTConfig(),  # 124M parameters
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),  # 355M
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),  # 774M
@@ -80,43 +80,43 @@ SHAPES = {  # layers, heads and channels: Radford et al. 2019, table 2, with Ope
 }
 
 
-# For inputs whose length changes with each call: not cuDNN's attention, which spends about a second
-# planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
+# For inputs whose length changes with each call. This omits cuDNN's attention, which spends about a
+# second planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
 ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Return causal attention as the paper writes it: q (B, nh, T, hs) -> (B, nh, T, hs). k and v
-    may have more positions than q; q then holds the last T of them. All attention weights,
-    (B, nh, T, T), are in memory at once."""
+    """Return causal attention, written out: q (B, nh, T, hs) -> (B, nh, T, hs). If k and v have
+    more positions than q, q holds the last T of them. All attention weights, (B, nh, T, T), are in
+    memory at once."""
     B, nh, T, hs = q.shape
     past = k.shape[-2] - T
     future = q.new_full((T, past + T), -math.inf).triu(1 + past)
-    # (B * nh, T, hs), and past + T positions for k and v
+    # q becomes (B * nh, T, hs); k and v have past + T positions
     q = q.flatten(0, 1)
     k = k.flatten(0, 1)
     v = v.flatten(0, 1)
-    # Scaling and masking inside the matrix product saves two passes over the (T, T) weights where
-    # nothing is compiled.
+    # Without torch.compile, scaling and masking inside the matrix product saves two passes over the
+    # (T, T) weights.
     scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs))
     weights = F.dropout(scores.softmax(dim=-1), dropout)
     return (weights @ v).view(B, nh, T, hs)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Speed-up 4: return the same from one fused kernel, which never stores the (T, T) weights
-    (Dao et al. 2022). If k has more positions than q, q must be the last position alone."""
+    """Speed-up 4: do the same in one fused kernel, which never stores the (T, T) weights (Dao et
+    al. 2022). If k has more positions than q, q must hold only the last one."""
     is_causal = q.shape[-2] > 1  # the last position may see all others
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
 
 
 class StackedLinear(nn.Linear):
-    """Linear layers of one input, stacked in one weight and computed as one matrix product. Muon
-    asks for `parts`, because it must make each layer's matrix orthogonal by itself."""
+    """Linear layers that share an input, stacked in one weight and computed as one matrix product.
+    Muon reads `parts`, because it must orthogonalize each layer's matrix separately."""
 
     def __init__(self, in_features: int, parts: list[int]):
         super().__init__(in_features, sum(parts))
-        self.parts = parts  # the output channels of each layer: rows of the weight
+        self.parts = parts  # each layer's output channels, which are rows of the weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # not one Tensor
         """Return the output of each layer: (..., C) -> (..., part) each."""
@@ -133,8 +133,8 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
-        """Return (B, T, C) for x (B, T, C). cache maps each attention module to the keys and
-        values of the positions before x, (B, nh, past, hs) each, and gets those of x."""
+        """Map x (B, T, C) to (B, T, C). cache maps each attention module to the keys and values of
+        the positions before x, (B, nh, past, hs) each; those of x are added to it."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x)  # (B, T, C) each
         q = q.view(B, T, self.config.n_head, -1).transpose(1, 2)  # (B, nh, T, hs)
@@ -176,7 +176,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The parts of the network, under OpenAI's names. GPT.features puts them together."""
+    """The parts of the network, with OpenAI's names. GPT.features puts them together."""
 
     def __init__(self, config: GPTConfig, compute: ComputeConfig):
         super().__init__()
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2. Its initial weights depend on the seed, and on each parameter's name and shape."""
+    """GPT-2. A parameter's initial values depend only on the seed and on its name and shape."""
 
     def __init__(self, config: GPTConfig, compute: ComputeConfig | None = None, seed: int = 0):
         super().__init__()
@@ -201,13 +201,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int):
-        """Set biases to 0, and draw matrices from N(0, 0.02). The last matrix of each residual
-        branch is smaller by sqrt(number of branches), so that the sum of the branches starts at
-        unit scale (GPT-2, section 2.3). Padded rows are 0 and use no random numbers: the other
-        weights do not depend on the padding. Layer norms keep PyTorch's ones."""
+        """Set biases to 0, and draw matrices from N(0, 0.02). Divide the last matrix of each
+        residual branch by sqrt(number of branches), so that the scale of their sum does not depend
+        on depth (GPT-2, section 2.3). Padded rows are 0 and use no random numbers, so the other
+        weights do not depend on padding. LayerNorm gains stay at PyTorch's 1."""
         num_branches = 2 * self.config.n_layer
         for name, p in self.named_parameters():
-            # A generator for each name: adding, removing or moving one parameter changes no other.
+            # One generator per name: adding, removing or moving a parameter changes no other one.
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if name.endswith("bias"):
                 p.zero_()
@@ -226,8 +226,8 @@ class GPT(nn.Module):
         return decayed, others
 
     def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
-        """Return the weights of the blocks' linear layers, which Muon updates, each with the rows
-        of the matrices that are stacked in it."""
+        """Return the weights that Muon updates, those of the blocks' linear layers, each with the
+        number of rows of every matrix stacked in it."""
         parts = {m.weight: m.parts for m in self.modules() if isinstance(m, StackedLinear)}
         matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
         return [(p, parts.get(p, [len(p)])) for p in matrices]
@@ -239,16 +239,16 @@ class GPT(nn.Module):
         return sum(p.numel() for p in params) - (num_padded if has_embedding else 0)
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of forward and backward for one token: 6 per weight
-        and 12 * T * C per attention layer (Chowdhery et al. 2022, PaLM, appendix B). The position
-        embedding is only looked up, so it does not count."""
+        """Return the floating-point operations per token, forward and backward: 6 per weight and
+        12 * T * C per attention layer (Chowdhery et al. 2022, PaLM, appendix B). The position
+        embedding does not count, because it is only looked up."""
         multiplied = [p.numel() for name, p in self.named_parameters() if "wpe" not in name]
         attention_flops = 12 * self.config.seq_len * self.config.n_embd
         return 6 * sum(multiplied) + self.config.n_layer * attention_flops
 
     def features(self, idx: Tensor, cache: dict | None = None, past: int = 0) -> Tensor:
-        """Return the final hidden states: idx (B, T) -> (B, T, C). With a cache, idx continues
-        `past` earlier tokens, whose keys and values are in the cache."""
+        """Return the final hidden states: idx (B, T) -> (B, T, C). With a cache, idx follows `past`
+        earlier tokens whose keys and values are cached."""
         end = past + idx.shape[1]
         if end > self.config.seq_len:
             raise ValueError(f"{end} tokens are more than seq_len {self.config.seq_len}")
@@ -264,9 +264,9 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def padding_bias(self, x: Tensor) -> Tensor | None:
-        """Return what to add to the logits of x: (V,), -inf for the padded rows and 0 elsewhere.
-        This keeps padding out of the loss: it changes the speed, not the mathematics. The padded
-        rows get a gradient of exactly 0, and stay 0."""
+        """Return the bias of the logits, (V,): -inf for padded rows, 0 elsewhere. It keeps padding
+        out of the loss, so padding changes the speed and not the mathematics. The gradient of the
+        padded rows is exactly 0, so they stay 0."""
         if not self.config.pad_vocab:
             return None
         ids = torch.arange(self.config.num_rows, device=x.device)
@@ -290,13 +290,13 @@ class GPT(nn.Module):
             return self.loss(x, targets, "mean")
         return self.chunked_loss(x, targets, chunk)
 
-    # Kept out of the compiled step: Inductor would compute the softmax of all chunks in one kernel,
-    # with all logits in memory at once. train_gpt2.py compiles `loss` by itself instead.
+    # Not part of the compiled step, where Inductor would compute the softmax of all chunks in one
+    # kernel, with all logits in memory at once. train_gpt2.py compiles `loss` separately.
     @torch.compiler.disable
     def chunked_loss(self, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        """Return the same as loss, for x (N, C), with the logits of `chunk` tokens in memory at a
-        time. The logits and their gradient are the largest tensors of a step. backward computes
-        each chunk again."""
+        """Return the mean loss of x (N, C) with only the logits of `chunk` tokens in memory at a
+        time: logits and their gradient are the largest tensors of a step. backward recomputes each
+        chunk."""
         loss = torch.zeros((), device=x.device)
         for part, ids in zip(x.split(chunk), targets.split(chunk), strict=True):
             loss = loss + checkpoint(
@@ -311,9 +311,9 @@ class GPT(nn.Module):
     def generate(
         self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int
     ) -> Iterator[Tensor]:
-        """Yield the tokens (B, 1) that follow idx (B, T), one after the other, without end. Once
-        all seq_len positions are full, drop the older half. Cached keys can't move to other
-        positions, so the half that remains is computed again from position 0."""
+        """Yield the tokens (B, 1) that follow idx (B, T), one by one, forever. When all seq_len
+        positions are full, drop the older half and recompute the rest from position 0, because
+        cached keys can't move to other positions."""
         cache: dict = {}
         past = 0
         new = idx[:, -self.config.seq_len :]
@@ -332,13 +332,13 @@ class GPT(nn.Module):
 
 
 def pick(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
-    """Return a token (B, 1) for each row of logits (B, V): the likeliest at temperature 0, else one
-    drawn among the top_k likeliest (0: all). Raise FloatingPointError if logits overflow."""
+    """Return a token (B, 1) for each row of logits (B, V): the likeliest at temperature 0, else a
+    random one of the top_k likeliest (0: of all). Raise FloatingPointError if logits overflow."""
     if not logits.amax().isfinite():
         raise FloatingPointError("the logits overflow, so no next token can be drawn")
     if temperature < torch.finfo(torch.float32).tiny:  # dividing by it would overflow
         return logits.argmax(dim=-1, keepdim=True)
     num_candidates = min(top_k or logits.shape[-1], logits.shape[-1])
-    top, ids = logits.topk(num_candidates)  # (B, num_candidates), in falling order
+    top, ids = logits.topk(num_candidates)  # (B, num_candidates), largest first
     probs = ((top - top[:, :1]) / temperature).softmax(dim=-1)
     return ids.gather(1, torch.multinomial(probs, 1, generator=rng))

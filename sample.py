@@ -1,9 +1,9 @@
-"""Continue prompts with a model: that of a run, of one of its checkpoints, or any other GPT-2.
+"""Continue prompts with a run's model, one of its checkpoints, or any other GPT-2.
     python sample.py out/book                          # type prompts, or pipe them in
     python sample.py out/book/step_000250 --prompt "Once upon" --num-samples 3
     python sample.py gpt2 --prompt FILE:prompt.txt     # a name on the Hugging Face hub
     python sample.py ckpt.pt                           # nanoGPT's file
-Without a name it takes the newest run in out/.
+Without a name, sample from the newest run in out/.
 """
 
 import sys
@@ -29,8 +29,8 @@ from support.evaluate import sample
 from support.ranks import find_world
 from support.run_folder import choose_out_dir
 
-SYNONYMS = {  # what users of nanoGPT and of train_gpt2.py type, and what to type here
-    "--compile": "not needed: each sample has another length, so compiling would not pay",
+SYNONYMS = {  # flags of nanoGPT and train_gpt2.py, and their equivalents
+    "--compile": "not needed: sample lengths differ, so compiling would not pay off",
     "--dtype": "always float32",
     "--init-from": "the name itself: python sample.py gpt2",
     "--max-new-tokens": "--sample-tokens",
@@ -42,16 +42,16 @@ SYNONYMS = {  # what users of nanoGPT and of train_gpt2.py type, and what to typ
 class SampleConfig:
     model: str = flag("", "a run, a checkpoint, weights, or a name on the hub", group="argument")
     prompt: str = flag("", "text to continue, or FILE:NAME to read it (--start works too)")
-    num_samples: int = flag(1, "samples of each prompt", min=1)
-    sample_tokens: int = flag(200, "tokens of a sample", min=1)
-    temperature: float = flag(0.8, "0: always the likeliest token")
-    top_k: int = flag(50, "draw among the k likeliest tokens; 0: among all")
+    num_samples: int = flag(1, "samples per prompt", min=1)
+    sample_tokens: int = flag(200, "tokens per sample", min=1)
+    temperature: float = flag(0.8, "sampling temperature; 0: always take the likeliest token")
+    top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
     seed: int = flag(1337, "the same seed gives the same samples")
-    device: str = flag("auto", "where to compute", choices=DEVICES)
+    device: str = flag("auto", "device to compute on", choices=DEVICES)
 
 
 def read_flags(argv: list[str]) -> dict:
-    """Return the flags that were typed, by name."""
+    """Return the flags that the user typed, by name."""
     argv = ["--prompt" + arg[7:] if arg.split("=")[0] == "--start" else arg for arg in argv]
     typed = parse(SampleConfig, __doc__ or "", {}, SYNONYMS, argv)
     prompt = typed.get("prompt", "")
@@ -64,22 +64,22 @@ def read_flags(argv: list[str]) -> dict:
 
 
 def read_prompts() -> Iterator[str]:
-    """Yield what is typed on a terminal, line after line until Ctrl-D, or each line of a pipe or
-    file on stdin. If there is none of these, yield an empty prompt."""
+    """Yield each line that the user types until Ctrl-D, or each line of a pipe or file on stdin. If
+    there is no line to read, yield one empty prompt."""
     on_terminal = log.is_terminal(sys.stdin)
     if on_terminal:
         ending.print_error("type the beginning of a text, or Ctrl-D to end")
     else:
-        # Look at the kind of file first, since reading from some would wait forever. So may the
-        # pipe that a notebook opens and never writes to.
+        # Check the kind of file first: reading from some kinds would wait forever, and so would
+        # reading from the pipe that a notebook opens and never writes to.
         kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
         is_unused_pipe = kind == stat.S_IFIFO and log.in_notebook()
         if is_unused_pipe:
-            ending.print_error("in a notebook prompts come by --prompt, or from a file: < FILE")
+            ending.print_error("in a notebook, give prompts with --prompt, or from a file: < FILE")
         if is_unused_pipe or kind not in (stat.S_IFIFO, stat.S_IFREG):
             yield ""
             return
-        ending.print_error("no --prompt: reading prompts from stdin, one a line")
+        ending.print_error("no --prompt: reading prompts from stdin, one per line")
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     is_empty = True
     while True:
@@ -88,7 +88,7 @@ def read_prompts() -> Iterator[str]:
             prompt = input("prompt> " if on_terminal else "")
         except EOFError:
             if on_terminal:
-                log.show("")  # Ctrl-D leaves the cursor behind "prompt> "
+                log.show("")  # Ctrl-D leaves the cursor after "prompt> "
             elif is_empty:
                 yield ""
             return
@@ -97,7 +97,7 @@ def read_prompts() -> Iterator[str]:
 
 
 def show_samples(flags: SampleConfig, prompts: Iterable[str]):
-    """Load the model, and print the samples of each prompt piece by piece."""
+    """Load the model, and print each prompt's samples token by token."""
     name = flags.model or str(choose_out_dir("", resume=True))
     if not flags.model and not os.path.exists(name):
         raise UserError("there is no run in out/: name a run, a checkpoint, or other weights")

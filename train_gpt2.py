@@ -11,10 +11,10 @@ import sys
 
 from support import ending
 
-# OpenMP's threads spin while they wait for each other, by default 300,000 turns. On a busy machine
-# they take the cores from the very threads that they wait for: beside four busy programs on two
-# cores a step of nano took 2,100 ms, and 380 ms with this. On a quiet machine it costs 2 % of a
-# step. torch reads it once, when it is imported.
+# A waiting OpenMP thread spins 300,000 times by default, and so keeps a busy machine's cores from
+# the threads that it waits for. Beside four busy programs on two cores, a step of nano took
+# 2,100 ms; with this it takes 380 ms. On a quiet machine this costs 2 % of a step. The variable
+# is read once, when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if __name__ == "__main__":
     ending.guard_imports()
@@ -54,7 +54,7 @@ from support.tokenizer import provide_vocab
 
 
 def set_backends(config: TrainConfig, world: World):
-    """Set what holds for all of torch, before the first matrix product."""
+    """Set torch's global switches. Call this before the first matrix product."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
     # Compiled CPU code sums in a varying order unless told to be deterministic.
     on_cpu = world.device.type == "cpu"
@@ -64,35 +64,35 @@ def set_backends(config: TrainConfig, world: World):
 
 
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """Return the network behind torch.compile and DDP, with the same parameters.
+    """Return model wrapped in torch.compile and DDP; the parameters are the same.
 
-    The plain model is what we save, load and sample. Its checkpoints have no `_orig_mod.` or
-    `module.` in their names, and inputs of odd shapes do not compile anew."""
-    # All training batches have one shape, so code for all shapes would gain nothing.
+    We save, load and sample the plain model: checkpoints then have no `_orig_mod.` or `module.` in
+    their names, and inputs of other shapes trigger no recompilation."""
+    # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
     net: nn.Module = model
     if config.compile:
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
-        # The one change to the plain model: see chunked_loss.
+        # The only change to the plain model; chunked_loss says why.
         model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore[method-assign]
     if torch.__version__.startswith("2.5."):
-        # Dynamo of 2.5 can't split a graph with recomputed blocks at DDP's buckets. 2.6 can.
+        # Dynamo 2.5 can't split a graph with recomputed blocks at DDP's buckets; 2.6 can.
         torch._dynamo.config.optimize_ddp = not config.recompute
-    # Gradients as views into DDP's buckets, without a second copy of them in memory.
+    # Gradients as views into DDP's buckets need no second copy in memory.
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
 def fit_micro_batch(
     model: GPT, config: TrainConfig, world: World, saved_size: int | None
 ) -> tuple[nn.Module, int]:
-    """Return the network behind its speed-ups, and the largest micro-batch that every rank has the
-    memory for, or the one that was typed. saved_size is that of a resumed run."""
+    """Return the sped-up network, and --micro-batch-size if it is set, else the largest micro-batch
+    that fits in memory on every rank. A resumed run passes the size it was saved with."""
     for B in fit.micro_batch_sizes(model, config, world, saved_size):
         net = speed_up(model, config, world)
         if fit.pass_fits(net, B, config, world):
             return net, B
         del net
-        torch.compiler.reset()  # frees what was compiled
+        torch.compiler.reset()  # frees the compiled code
     raise fit.does_not_fit(config)
 
 
@@ -100,8 +100,8 @@ def fit_micro_batch(
 
 
 def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim.Optimizer:
-    """Return AdamW as GPT-3 set it (Brown et al. 2020, appendix B); with --muon, Muon updates the
-    blocks' matrices instead."""
+    """Return AdamW with GPT-3's settings (Brown et al. 2020, appendix B). With --muon, Muon updates
+    the blocks' matrices instead."""
     # Don't decay layer-norm gains (they belong near 1) or biases (too few to matter).
     decayed, others = model.decay_groups()
     groups = [
@@ -109,36 +109,30 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim
         {"params": others, "weight_decay": 0.0},
     ]
     betas = (config.beta1, 0.95)
-    # Speed-up 6. None rather than False: torch then picks its second best implementation.
-    fused = config.fused or None
+    # Speed-up 6. None, not False: torch then picks the fastest unfused implementation.
+    options = {"lr": config.learning_rate, "betas": betas, "fused": config.fused or None}
     if config.muon:
-        return MuonAdamW(
-            groups,
-            model.matrices(),
-            config.bf16,
-            world,
-            lr=config.learning_rate,
-            betas=betas,
-            fused=fused,
-        )
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+        return MuonAdamW(groups, model.matrices(), config.bf16, world, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the rate for step index `step`: a linear warm-up to learning_rate, and from there the
-    schedule. cosine and wsd (warm-up, stable, decay) end at decay_to * learning_rate."""
+    """Return the learning rate of step `step`, counted from 0: a linear warm-up, then the schedule.
+    cosine and wsd (warm-up, stable, decay) end at decay_to * learning_rate."""
     if step < config.warmup_steps:
-        # step + 1, so that the first step is not wasted on a rate of 0
+        # step + 1, because a rate of 0 would waste the first step
         return config.learning_rate * (step + 1) / config.warmup_steps
-    decay_start = config.warmup_steps
-    if config.schedule == "wsd":
-        decay_start = max(decay_start, round(config.steps * (1 - config.decay_share)))
-    if config.schedule == "constant" or step < decay_start:
+    if config.schedule == "constant":
         return config.learning_rate
-    progress = (step - decay_start) / (config.steps - decay_start)  # 0 .. 1
-    height = 0.5 * (1 + math.cos(math.pi * progress))  # 1 .. 0, along a cosine
-    if config.schedule == "wsd":
-        height = 1 - progress  # 1 .. 0, along a line
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)  # 0 .. 1
+        height = 0.5 * (1 + math.cos(math.pi * progress))  # 1 .. 0
+    elif config.schedule == "wsd":
+        longest = config.steps - config.warmup_steps
+        decay_steps = max(1, min(round(config.decay_share * config.steps), longest))
+        height = min(1, (config.steps - step) / decay_steps)  # 1, then down to 0 along a line
+    else:
+        raise ValueError(f"--schedule {config.schedule} has no branch in learning_rate")
     return config.learning_rate * (config.decay_to + (1 - config.decay_to) * height)
 
 
@@ -146,21 +140,21 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 class StepResult(NamedTuple):
-    loss: float  # mean over all tokens of the step, on all ranks, before the update
+    loss: float  # mean over the step's tokens on all ranks, before the update
     grad_norm: float  # before clipping
     notice: str  # why there was no update; empty if there was one
-    stop: bool  # whether a signal asked some rank to stop: the same on every rank
+    stop: bool  # whether any rank got a signal to stop; the same on every rank
 
 
 def train_step(run: Run) -> StepResult:
-    """Make one step: forward and backward over batch_tokens tokens, and one update. Raise
-    NumericalError on every rank, before any weight changes, if the loss or the gradient is not
-    finite."""
+    """Take one step: forward and backward over batch_tokens tokens, then one update. If the loss or
+    the gradient is not finite, raise NumericalError on every rank before any weight changes; with
+    --fp16, a gradient that overflows only skips the update."""
     config = run.config
     world = run.world
     num_micro_batches = config.num_micro_batches(run.loader.B, world.size)
     if config.dropout:
-        # A function of (seed, step, rank), so there is no generator state to save and restore.
+        # Reseeding from (seed, step, rank) leaves no generator state to save and restore.
         torch.manual_seed(evaluate.random_seed(config.seed, run.step, world.rank))
 
     loss_of_rank = torch.zeros((), device=world.device)
@@ -168,26 +162,26 @@ def train_step(run: Run) -> StepResult:
     for i in log.progress(range(num_micro_batches), f"step {run.step + 1}", world.is_main):
         ending.reset_watchdog()
         x, y = evaluate.to_device(run.loader.next_batch(), world.device)
-        # DDP averages the gradients during backward. Only the last micro-batch needs that. DDP
-        # decides in forward whether to do it, so both passes are inside.
+        # DDP averages the gradients during backward; only the last micro-batch needs that. DDP
+        # decides in forward whether to do it, so both passes must be inside.
         with gradient_sync(run.net, enabled=i == num_micro_batches - 1):
             with autocast(config.dtype, world.device):
-                # Divided here, because backward adds up the gradients of all micro-batches.
+                # Divide, because backward adds up the gradients of all micro-batches.
                 loss = run.net(x, y) / num_micro_batches
             run.scaler.scale(loss).backward()
         loss_of_rank += loss.detach()
         if i == 1:
             report.warn_if_slow(run, (time.perf_counter() - started) / 2 * num_micro_batches)
-    run.loader.read_ahead()  # the disk works while the GPU does
+    run.loader.read_ahead()  # while the GPU computes
 
     # With --fp16 the gradients are scaled up. Undo that before taking their norm.
     run.scaler.unscale_(run.optimizer)
-    # The log needs the norm without --grad-clip too: a jump in it often precedes a divergence.
+    # Log the norm even with --grad-clip 0: a jump in it often precedes divergence.
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
 
-    # One small all-reduce carries everything that the ranks must agree on. An inf or nan survives
-    # a sum, so every rank sees those of all others. tolist() is the only place where a step waits
-    # for the device: torch.full writes on the device, where torch.tensor would copy, and wait.
+    # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
+    # sum, so every rank sees them. Only tolist() makes a step wait for the device: torch.full fills
+    # the tensor on the device, whereas torch.tensor would wait for a copy from the CPU.
     stop_vote = torch.full((), float(run.signals.received), device=world.device)
     votes = torch.stack([loss_of_rank, grad_norm.float(), stop_vote])
     loss_sum, norm_sum, num_stop_votes = world.sum(votes).tolist()
@@ -196,13 +190,13 @@ def train_step(run: Run) -> StepResult:
 
     notice = ""
     if math.isfinite(mean_loss) and math.isfinite(mean_norm):
-        # Set before each step. A scheduler object would be one more state to save.
+        # Set at each step; a scheduler object would be more state to save.
         for group in run.optimizer.param_groups:
             group["lr"] = learning_rate(run.step, config)
         run.scaler.step(run.optimizer)
     elif config.fp16 and math.isfinite(mean_loss) and run.scaler.get_scale() > 1:
-        # Normal for a scaler: it starts too high, and tries higher scales again later.
-        notice = "not applied: the gradient overflows float16, so its scale is halved"
+        # This is normal: the scaler starts too high, and later tries higher scales again.
+        notice = "not applied: the gradient overflowed float16, so the loss scale is halved"
     else:
         raise_not_finite(run, mean_loss, mean_norm, float(loss_of_rank))
     run.scaler.update()
@@ -212,12 +206,12 @@ def train_step(run: Run) -> StepResult:
 
 
 def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: float):
-    """Save the run as it was before this step, and raise NumericalError."""
+    """Save the run as it was before this step, then raise NumericalError."""
     config = run.config
     # All ranks saw the same sums, so all are here and collectives still work.
     losses = run.world.gather(loss_of_rank)
     ranks = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
-    # The weights are good: nothing was updated. With the loader set back, no step is lost.
+    # Nothing was updated, so the weights are good. Rewind the loader, so no step is lost.
     end = run.loader.position
     run.loader.position -= config.batch_tokens // config.seq_len
     if run.saved_step != run.step:
@@ -226,7 +220,7 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
         NumericalError(
             f"step {run.step + 1} gave loss {loss} (not finite on rank"
             f" {', '.join(ranks) or 'none'}) and gradient norm {grad_norm}, on sequences"
-            f" {run.loader.position:,} to {end - 1:,}: not applied; step {run.step} is saved: try"
+            f" {run.loader.position:,} to {end - 1:,}: not applied; step {run.step} is saved; try"
             f" --resume with a --learning-rate below {config.learning_rate}"
         )
     )
@@ -239,22 +233,22 @@ def train(run: Run) -> int:
     """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
     config = run.config
     if run.step == 0 and config.init_from:
-        save(run)  # others' weights as a checkpoint: a run of one step converts them
-    # At step 0 the loss must be near ln(vocab_size), or something is wrong. After a resume the
-    # evaluation is made again, because the process before may have died in it.
+        save(run)  # saves foreign weights as a checkpoint: --steps 1 converts them
+    # Random weights must have a loss near ln(vocab_size), or something is wrong. A resumed run
+    # repeats an evaluation that is due, because the previous process may have died in it.
     evaluate_if_due(run)
     while run.step < config.steps:
-        run.signals.phase = Phase.UNSAVED  # a signal now waits for the step and its save
+        run.signals.phase = Phase.UNSAVED  # from here on, a signal waits for the step and its save
         started = time.perf_counter()
         result = train_step(run)
         log_step(run, result, time.perf_counter() - started)
 
-        # Save before evaluating: a failure or a kill in the evaluation then costs no step, and the
-        # checkpoint with the best validation is always on the disk.
+        # Save before evaluating: if the evaluation fails or is killed, no step is lost, and the
+        # checkpoint with the best validation loss is always on disk.
         save_due = is_due(run.step, config.save_every, config.steps)
         if result.stop or save_due or is_due(run.step, config.eval_every, config.steps):
             save(run)
-            # Asked again, since a signal may have come during the save.
+            # Ask again: a signal may have come during the save.
             if any(run.world.gather(run.signals.received)):
                 return stop(run)
         evaluate_if_due(run)
@@ -262,14 +256,14 @@ def train(run: Run) -> int:
     return ending.DONE
 
 
-# The last step is always due, so that a run ends with a checkpoint and its evaluation.
 def is_due(step: int, every: int, last_step: int) -> bool:
-    """Return whether something is due that happens every so many steps, and after the last one."""
+    """Return whether something that happens every `every` steps (0: never) is due. After the last
+    step it always is, so a run ends with a checkpoint and its evaluation."""
     return step == last_step or (every > 0 and step % every == 0)
 
 
 def log_step(run: Run, result: StepResult, seconds: float):
-    """Log the figures of a step. The seconds are those of the step alone, not of a save."""
+    """Log a step, and print its line if it is due. `seconds` does not include a save."""
     config, step = run.config, run.step
     run.log.recent_seconds.append(seconds)
     tokens_per_s = config.batch_tokens / seconds
@@ -277,7 +271,7 @@ def log_step(run: Run, result: StepResult, seconds: float):
     record = {
         "step": step,
         "loss": result.loss,
-        # None for the inf of a step that overflows float16: JSON has no inf.
+        # None if the gradient overflowed float16, because JSON has no inf.
         "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
         "learning_rate": learning_rate(step - 1, config),
         "ms": 1000 * seconds,
@@ -301,7 +295,7 @@ def log_step(run: Run, result: StepResult, seconds: float):
         record["notice"] = result.notice
         text += f" | {result.notice}"
     run.log.record(**record)
-    # The first line of a process always comes: all is well, and this is how long it will take.
+    # Always print a process's first step: all is well, and this is how long it will take.
     is_first = step == run.first_step + 1
     log_every = config.log_every or log.default_interval(config.steps)
     if is_first or result.notice or is_due(step, log_every, config.steps):
@@ -311,8 +305,8 @@ def log_step(run: Run, result: StepResult, seconds: float):
 
 
 def evaluate_if_due(run: Run):
-    """Validate, sample and answer questions, at both ends and every eval_every steps. Evaluations
-    have their own loader and random numbers, and change nothing."""
+    """Validate, sample and answer questions: before the first step, after the last, and every
+    eval_every steps. Evaluations use their own loader and generator: they never change a run."""
     config, world = run.config, run.world
     if run.step > 0 and not is_due(run.step, config.eval_every, config.steps):
         return
@@ -320,14 +314,14 @@ def evaluate_if_due(run: Run):
         figures = evaluate.validate(
             run.net, run.model, run.val_loader, run.data.tokenizer, config, world
         )
-        # Record saved steps alone, so that the best one is on the disk. A nan can't be the best.
+        # Record only saved steps, so that the best one is on disk. nan can't be the best.
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
             run.val_losses[run.step] = figures["val_loss"]
         run.log.record(step=run.step, **figures)
         run.log.print(f"validation after step {run.step}: {evaluate.in_words(figures)}")
         report.warn_if_overfitting(run)
     if run.step == 0 and not config.init_from:
-        return  # the weights are random
+        return  # random weights have nothing to say
     if config.num_samples and world.is_main:
         text = evaluate.samples(run.model, run.data.tokenizer, config)
         run.log.record(step=run.step, sample=text)
@@ -337,37 +331,37 @@ def evaluate_if_due(run: Run):
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.in_words(shares)}")
     draw(run)
-    # All ranks wait here, outside of a step, so that a signal stops all of them at once.
+    # Wait for the main rank now, not inside a step: now a signal stops all ranks at once.
     world.barrier()
 
 
-# ---- Starting: first the main rank decides, then all ranks do ------------------------------------
+# ---- Starting: the main rank decides, then all ranks act -----------------------------------------
 
 
 class Plan(NamedTuple):
-    """What a run will be."""
+    """What the main rank decides before a run starts."""
 
     config: TrainConfig
-    off: dict[str, str]  # why the device does without some speed-ups, by name
-    is_new: bool  # whether out_dir is still to be made
-    start: Path | None  # the checkpoint or the weights that the run begins with
-    state: dict | None  # what that checkpoint holds besides weights
+    off: dict[str, str]  # speed-ups that are off by default, and why
+    is_new: bool  # whether out_dir did not exist yet
+    start: Path | None  # the checkpoint or weights that the run starts from
+    state: dict | None  # that checkpoint's state.json
     data: TokenFolder
     vocab_size: int
     questions: list[Example]
 
 
 def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -> Plan:
-    """Decide what a run, or without a lock an evaluation, will be. Only the main rank calls this.
-    Every mistake in flags or files raises UserError here, before anything of a run is written."""
+    """Plan a run, or an evaluation if lock is None. Only the main rank calls this. Every mistake in
+    flags or files raises UserError here, before the run has written anything."""
     is_new = not out_dir.exists()
     if lock and not is_new:
-        run_folder.take_folder(out_dir, lock, is_new)  # now, so that nobody adds a checkpoint
+        run_folder.take_folder(out_dir, lock, is_new)  # now, so that no other run adds a checkpoint
     start, state = find_start(typed, out_dir)
     source = read(start) if start else None
     config, off = resolve(typed | {"out_dir": str(out_dir)}, state, source, world.device)
     if lock:
-        config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises
+        config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if not whole
     data, vocab_size = corpus.open_data(config, source)
     questions = evaluate.open_examples(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
@@ -376,8 +370,8 @@ def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -
 
 
 def find_start(typed: dict, out_dir: Path) -> tuple[Path | None, dict | None]:
-    """Return what a run begins with: its newest checkpoint and that one's state, or the weights of
-    --init-from, or nothing."""
+    """Return where a run starts: its newest checkpoint and that one's state, else the weights of
+    --init-from and None, else None and None."""
     init_from = typed.get("init_from")
     path = state = None
     if not (init_from and typed.get("eval_only")):
@@ -387,7 +381,7 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Path | None, dict | None]:
     elif init_from:
         path = checkpoint.find_weights(init_from)
     elif typed.get("eval_only"):
-        cure = "name a run by --out-dir, or --init-from"
+        cure = "name a run with --out-dir, or weights with --init-from"
         raise UserError(f"no checkpoint in {out_dir}: {cure}")
     if path:
         provide_vocab(path)
@@ -395,7 +389,7 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Path | None, dict | None]:
 
 
 def check_same_run(state: dict, config: TrainConfig, data: TokenFolder):
-    """Raise UserError if flags or data ask for another run than the one that was saved."""
+    """Raise UserError if flags or data would turn the saved run into a different one."""
     for f in fields(TrainConfig):
         saved = state["config"].get(f.name, f.default)
         current = getattr(config, f.name)
@@ -403,13 +397,13 @@ def check_same_run(state: dict, config: TrainConfig, data: TokenFolder):
             has = "none" if saved == "" else typed_as(f.name, saved)
             text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {has}"
             raise UserError(f"{text}: leave it out, or name another --out-dir")
-    # The fingerprint covers the tokens, not their names: a folder may have moved.
+    # The fingerprint covers tokens, not file names, so the folder may have moved.
     if data.fingerprint != state["data"]:
-        raise UserError(f"--data-dir {data.folder} has other tokens than the run began with")
+        raise UserError(f"--data-dir {data.folder} differs from the data that the run began with")
 
 
 def is_complete(plan: Plan, out_dir: Path) -> bool:
-    """Return whether a run has made all its steps, and its last evaluation."""
+    """Return whether a run has finished all its steps and its last evaluation."""
     if plan.state is None:
         return False
     step, last_step = plan.state["step"], plan.config.steps
@@ -419,7 +413,7 @@ def is_complete(plan: Plan, out_dir: Path) -> bool:
 
 
 def check_files_agree(plan: Plan, world: World):
-    """Raise UserError if the files of this rank's machine differ from those of the main rank's."""
+    """Raise UserError if this rank's machine has different files from the main rank's."""
     found = {"the data": world.call_on_all(open_folder, plan.data.folder).fingerprint}
     if plan.start and plan.state:
         found["the checkpoint"] = checkpoint.fingerprint_here(plan.start)
@@ -427,9 +421,9 @@ def check_files_agree(plan: Plan, world: World):
 
 
 def make_model(plan: Plan, world: World) -> GPT:
-    """Return the network on the CPU, with the weights that the run begins with."""
+    """Return the network, on the CPU, with random weights or those of plan.start."""
     config = plan.config
-    # Every rank draws the same initial weights from the same seed.
+    # With the same seed, every rank draws the same initial weights.
     model = GPT(config.shape(plan.vocab_size), config.compute_config(), config.seed)
     if plan.start:
         load_weights(model, world.call_on_all(read, plan.start))
@@ -446,8 +440,8 @@ def check_can_save(model: GPT, plan: Plan, out_dir: Path):
 
 
 def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
-    """Return a run that is ready to train, or None if it is complete. Lines with call_on_main run
-    on the main rank, and all ranks get the result; all other lines run on every rank."""
+    """Return a run that is ready to train, or None if it is already complete. call_on_main calls a
+    function on the main rank and returns its result on every rank; all else runs on every rank."""
     name, resume = typed.get("out_dir", ""), typed.get("resume", False)
     out_dir = world.call_on_main(run_folder.choose_out_dir, name, resume)
     lock = FileLock(out_dir / run_folder.LOCK)
@@ -460,7 +454,7 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
             log.show(f"already complete: {done}, and --steps is {config.steps:,}")
         return None
 
-    # The network, and a micro-batch that fits.
+    # Build the network, and find a micro-batch that fits.
     set_backends(config, world)
     model = make_model(plan, world)
     world.call_on_main(check_can_save, model, plan, out_dir)
@@ -472,7 +466,7 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
         saved_size = state["micro_batch_size"]
     net, B = fit_micro_batch(model, config, world, saved_size)
 
-    # Weights & Biases comes before the log: it may fail, and then there is no run yet.
+    # Start Weights & Biases before the log: if it fails, the run has logged nothing yet.
     wandb_run = None
     if config.wandb:
         wandb_run = world.call_on_all(log.start_wandb, out_dir, world.is_main)
@@ -496,9 +490,9 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
     )
     if state and plan.start:
         restore(run, plan.start, state)
-    # DDP rebuilds its gradient buckets after its first backward pass, and sums in another order
-    # from then on. Every process does that before it trains. Without it a resumed run would differ
-    # from the uninterrupted one in the last bits.
+    # DDP rebuilds its gradient buckets after its first backward pass, and from then on sums in a
+    # different order. Get that over with before training; otherwise a resumed run would differ from
+    # an uninterrupted one in the last bits.
     for _ in range(2 if world.size > 1 else 0):
         fit.dummy_pass(net, B, config, world)
     report.say_start(run, typed, plan.off, state)
@@ -506,11 +500,11 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
 
 
 def evaluate_only(typed: dict, world: World) -> int:
-    """Print what an evaluation of a run, or of --init-from, gives. Nothing is written."""
+    """Evaluate a run, or the weights of --init-from. Print the result and write nothing."""
     out_dir = Path(typed.get("out_dir", ""))
     if "init_from" not in typed:
         out_dir = world.call_on_main(run_folder.choose_out_dir, typed.get("out_dir", ""), True)
-    # A single evaluation is over before compiling would pay.
+    # One evaluation is too short for compiling to pay off.
     typed = typed | {"compile": False}
     plan = world.call_on_main(make_plan, typed, out_dir, None, world)
     check_files_agree(plan, world)
@@ -529,8 +523,8 @@ def run_program(typed: dict, signals: StopSignals) -> int:
     device.check_torch(torch.__version__)
     world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))
     with process_group(world):
-        # Ranks that were started with different commands would wait for each other forever, and
-        # different kinds of devices do not round alike.
+        # Ranks started with different commands would wait for each other forever, and different
+        # kinds of devices round differently.
         command = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
         world.check_same(command | {"the processor or GPU": device.device_name(world.device)})
         if typed.get("eval_only"):
@@ -539,14 +533,14 @@ def run_program(typed: dict, signals: StopSignals) -> int:
 
 
 def set_up_and_train(typed: dict, world: World, signals: StopSignals) -> int:
-    # A function of its own, so that run and its DDP are freed before the process group ends.
+    # A separate function, so that run and its DDP are freed before the process group ends.
     run = set_up(typed, world, signals)
     if run is None:
         return ending.DONE
     try:
         return train(run)
     except KeyboardInterrupt:
-        if signals.phase is Phase.ENDED:  # outside of a step, as in a validation: all is saved
+        if signals.phase is Phase.LEAVING:  # the signal came between steps, and everything is saved
             return stop(run)
         raise
 
@@ -560,7 +554,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         typed = read_flags(sys.argv[1:] if argv is None else argv, __doc__ or "")
     except UserError as error:
-        if is_main:  # every rank has it
+        if is_main:  # all ranks have the same error
             ending.print_error(f"error: {error}")
         ending.tell_torchrun(f"error: {error}")
         return error.exit_code

@@ -1,6 +1,6 @@
-"""The format of a checkpoint: written, verified, read back, rotated.
+"""Checkpoints: their format, and how to write, verify, read and rotate them.
 
-A checkpoint is a folder, step_000250, and a model for Hugging Face's tools:
+A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model:
     config.json             the shape of the network
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
     tokenizer*.json, vocab.json, merges.txt      if the tokenizer is installed
@@ -8,9 +8,8 @@ A checkpoint is a folder, step_000250, and a model for Hugging Face's tools:
     state.json              everything else that a resume needs: see state_of in run.py
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
 
-It is written as step_000250.tmp, synchronized with the disk, and renamed, so it is there whole or
-not at all. A resume verifies every digest. Each process reads its first save back, as a resume
-would.
+We write it as step_000250.tmp, sync it to disk, and rename it, so it exists whole or not at all. A
+resume verifies every digest. Each process reads its first checkpoint back, as a resume would.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.
 
 
 class DamagedCheckpoint(UserError):
-    """A file of a checkpoint does not have its digest."""
+    """A file of a checkpoint does not match its digest."""
 
 
 def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
@@ -55,15 +54,15 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
             (unfinished / name).write_bytes(content)
         save_file(pretrained.hf_weights(model), unfinished / "model.safetensors", {"format": "pt"})
         save_file(optimizer_tensors(model, optimizer), unfinished / "optimizer.safetensors")
-        for file in unfinished.glob("*.safetensors"):  # save_file lets only the owner read them
-            with suppress(OSError):  # some disks have no modes
+        for file in unfinished.glob("*.safetensors"):  # save_file makes them private to the owner
+            with suppress(OSError):  # some file systems have no modes
                 shutil.copymode(unfinished / "state.json", file)
-        with ThreadPoolExecutor() as pool:  # the two large files at the same time
+        with ThreadPoolExecutor() as pool:  # both large files at once
             lines = list(pool.map(sync_and_sum, sorted(unfinished.iterdir())))
         (unfinished / SUMS).write_bytes("".join(lines).encode())
         sync_and_sum(unfinished / SUMS)
         sync(unfinished)
-        if path.exists():  # damaged: a resume has gone back before it
+        if path.exists():  # damaged: the resume went further back
             remove(path)
         unfinished.rename(path)
         sync(out_dir)
@@ -74,7 +73,7 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
 
 
 def sync_and_sum(path: Path) -> str:
-    """Make the disk store a file, and return the file's line of SHA256SUMS."""
+    """Sync a file to disk, and return its line of SHA256SUMS."""
     with open(path, "rb+") as f:
         os.fsync(f.fileno())
         return f"{hashlib.file_digest(f, 'sha256').hexdigest()}  {path.name}\n"
@@ -90,7 +89,7 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def remove(path: Path):
-    """Remove a checkpoint: rename it first, so that no half of one keeps the name."""
+    """Remove a checkpoint. Rename it first, so that half a checkpoint never has its name."""
     doomed = path.with_name(f"{path.name}.removed.tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -98,11 +97,11 @@ def remove(path: Path):
 
 
 def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
-    """Remove all checkpoints except the newest `keep`, and the one with the best validation loss. A
-    checkpoint beyond `step` is damaged: a resume went back before it."""
+    """Remove all checkpoints except the newest `keep` and the one with the best validation loss. A
+    checkpoint after `step` is a damaged one that the resume skipped: remove it, too."""
     good = [path for path in checkpoints(out_dir) if step_of(path) <= step]
     validated = [path for path in good if step_of(path) in val_losses]
-    # The first of equal ones, as in run.finish, which names it.
+    # The earliest if several are equal, as in run.finish, which prints its name.
     best = min(reversed(validated), key=lambda path: val_losses[step_of(path)], default=None)
     for path in checkpoints(out_dir):
         if path not in good[:keep] and path != best:
@@ -128,9 +127,9 @@ def verify(path: Path):
     """Raise DamagedCheckpoint unless every file of a checkpoint has the digest in SHA256SUMS."""
     file = path / SUMS
     try:
-        # Every byte counts: a flipped bit in a newline must not read as another kind of line end.
+        # Split at \n only: a flipped bit must not turn a newline into another line ending.
         *lines, after_last = file.read_bytes().decode("ascii").split("\n")
-        names = [line[66:] for line in lines]  # after 64 digits and two spaces
+        names = [line[66:] for line in lines]  # skip 64 digits and two spaces
         if after_last or not set(names) >= REQUIRED:
             raise ValueError("it is incomplete")
         for name, line in zip(names, lines, strict=True):
@@ -139,13 +138,13 @@ def verify(path: Path):
                 digest = hashlib.file_digest(f, "sha256").hexdigest()
             if line != f"{digest}  {name}":
                 raise ValueError(f"its SHA-256 differs from {SUMS}")
-    except (OSError, ValueError) as error:  # OSError: it is missing, or on a bad sector
+    except (OSError, ValueError) as error:  # OSError: missing, or on a bad sector
         raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
 
 
 def read_state(path: Path) -> dict:
-    """Return the content of state.json in a verified checkpoint. Raise UserError for a format that
-    is too old."""
+    """Return the content of a verified checkpoint's state.json. Raise UserError if this version
+    does not know its format."""
     state = json.loads((path / "state.json").read_bytes())
     if state["format"] == 3:  # up to 2026-11-25
         config = state["config"]
@@ -157,7 +156,7 @@ def read_state(path: Path) -> dict:
 
 
 def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
-    """Load the optimizer's state, but keep the present options (rate, betas, decay)."""
+    """Load the optimizer's state, but keep its current options (rate, betas, decay)."""
     names = {p: name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {names[p]: i for i, p in enumerate(params)}
@@ -166,19 +165,19 @@ def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
         param, _, key = name.rpartition(".")
         if param not in numbers:
             raise UserError(f"another version of this code wrote {path}: its optimizer has {name}")
-        state.setdefault(numbers[param], {})[key] = tensor.clone()  # not a mapping of the file
+        state.setdefault(numbers[param], {})[key] = tensor.clone()  # not a view of the mapped file
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 def check_saveable(model: GPT, tokenizer: str, path: Path):
-    """Raise an error unless the network reads back as it would be saved. A change of the code that
-    breaks this then shows before the first step, not at the resume. path is for the message."""
+    """Raise an error unless the network, saved and read back, would be the same. A code change that
+    breaks this fails before the first step, not at a resume. The message names path."""
     settings = json.loads(as_json(pretrained.hf_config(model.config, tokenizer)))
     check_same(pretrained.from_hf(settings, pretrained.hf_weights(model), path), model)
 
 
 def check_readable(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
-    """Raise an error unless a checkpoint, read as a resume would read it, holds what was saved."""
+    """Raise an error unless a resume would read exactly what was saved in a checkpoint."""
     check_same(pretrained.read_hf(path), model)
     written = load_file(path / "optimizer.safetensors")
     for name, tensor in optimizer_tensors(model, optimizer).items():
@@ -195,7 +194,7 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
 
 
 def fingerprint_here(path: Path) -> str:
-    """Return an identity of a checkpoint as this rank's machine has it."""
+    """Return a fingerprint of a checkpoint, as this rank's machine sees it."""
     try:
         names = sorted(file.name for file in path.iterdir())
         digests = (path / SUMS).read_bytes()
@@ -206,7 +205,7 @@ def fingerprint_here(path: Path) -> str:
 
 def find_weights(name: str) -> Path:
     """Return the path of the weights that --init-from names: a run's newest good checkpoint, a file
-    or folder, or a folder in the cache of the Hugging Face hub."""
+    or folder, or a folder in Hugging Face's cache."""
     if not os.path.lexists(name):
         folder = Path(name).parent
         others = [path.name for path in checkpoints(folder)]
@@ -224,8 +223,8 @@ def find_weights(name: str) -> Path:
 
 
 def open_model(path: Path) -> tuple[GPT, str]:
-    """Return the network in a checkpoint or another file or folder of weights, and the name of its
-    tokenizer. Raise UserError if there is no network, or a damaged one."""
+    """Return the network and the tokenizer's name from a checkpoint, or from another file or folder
+    of weights. Raise UserError if there is no network, or if it is damaged."""
     provide_vocab(path)
     source = pretrained.read(path)
     model = GPT(source.shape).eval()
@@ -234,7 +233,7 @@ def open_model(path: Path) -> tuple[GPT, str]:
 
 
 def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
-    """Return the network in a run's newest checkpoint, or whatever else --init-from takes, and its
-    tokenizer, or None if that is not installed. For notebooks and scripts of your own."""
+    """Return the network and tokenizer (None if not installed) of a run's newest checkpoint, or of
+    anything else that --init-from takes. Your notebooks and scripts can call this."""
     model, tokenizer = open_model(find_weights(name))
     return model, load_tokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""The data of a run: a folder that the user names, or the source code of Python itself."""
+"""A run's data: a folder that the user names, or the source code of Python itself."""
 
 import os
 import subprocess
@@ -24,13 +24,13 @@ from support.tokenizer import load_tokenizer
 
 
 def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFolder, int]:
-    """Return the data, and the vocabulary size of a network that is trained on it. Without
-    --data-dir the data is Python's own source, which is prepared here if it is not there yet. Raise
-    UserError or ShardError if the weights in source can't read the data."""
+    """Return the data, and the vocabulary size of a network trained on it. Without --data-dir, take
+    Python's own source, and prepare it if necessary. Raise UserError or ShardError if the weights
+    in `source` can't read the data."""
     folder = config.data_dir
     if not folder:
-        # Weights know one tokenizer. Without weights the large models take GPT-2's tokens, if its
-        # vocabulary is on this machine.
+        # Weights need the tokenizer that they were trained with. New large models use GPT-2's, if
+        # its vocabulary is on this machine.
         if source:
             wants_gpt2 = source.tokenizer != "bytes"
         elif config.model == "nano":
@@ -40,7 +40,7 @@ def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFold
         folder = python_source("gpt2" if wants_gpt2 else "bytes")
     try:
         data = open_folder(Path(folder))
-    except ShardError as error:  # a damaged shard is the user's mistake now, and the disk's later
+    except ShardError as error:  # at the start a bad shard is the user's mistake, later the disk's
         raise UserError(str(error)) from error
     # --model gpt2 on bytes keeps its 50,257 rows, so that its size and speed are GPT-2's.
     vocab_size = SHAPES[config.model].vocab_size
@@ -53,25 +53,25 @@ def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFold
 
 
 def python_source(tokenizer: str) -> str:
-    """Return the folder of Python's own source in tokens, and prepare it if it is not there yet."""
+    """Return the folder with the tokens of Python's own source, after preparing it if necessary."""
     folder = f"data/stdlib-{tokenizer}"
     if not os.path.exists(folder):
         print(f"no --data-dir: preparing Python's own source in {folder}", flush=True)
         program = Path(__file__).parent.with_name(PREPARE)
         subprocess.run([sys.executable, program, "--tokenizer", tokenizer, "--data-dir", folder])
-    return folder  # not if this preparation succeeded: another run may have been faster
+    return folder  # whether or not that succeeded: another run may have made it first
 
 
 def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int):
     """Raise UserError or ShardError if a network with this tokenizer ("": any) can't read data."""
     for shards in (data.train, data.val):
-        ShardLoader(shards, 1, seq_len)  # raises
+        ShardLoader(shards, 1, seq_len)  # raises if shards are too short
     if {data.tokenizer, tokenizer} == {"bytes", "gpt2"}:
         raise UserError(f"--data-dir is in {data.tokenizer}: prepare it as --tokenizer {tokenizer}")
     for shard in data.train + data.val:
         largest = shard.max_id
-        if largest >= vocab_size:  # without a manifest, max_id is only what the tokenizer allows
+        if largest >= vocab_size:  # without a manifest, max_id is the tokenizer's limit
             largest = np.memmap(shard.path, TOKEN, "r", shard.offset).max()
         if largest >= vocab_size:
-            limit = f"the network knows 0 to {vocab_size - 1}"
+            limit = f"but the network only knows 0 to {vocab_size - 1}"
             raise UserError(f"{shard.path} holds token {largest}, {limit}: prepare the data again")

@@ -1,4 +1,4 @@
-"""What this machine has: its speed-ups, its speed, its settings, and its name for the log."""
+"""This machine: which speed-ups it has, its speed, its settings, and its name for the log."""
 
 import ctypes
 import math
@@ -18,7 +18,7 @@ from torch import nn
 
 from support.ending import UserError
 
-# Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets, by the start of a card's name.
+# Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets. Keys are name prefixes.
 PEAK_TFLOPS = {
     "NVIDIA H200": 989,
     "NVIDIA H100 PCIe": 756,
@@ -34,31 +34,31 @@ REPO = Path(__file__).parent.parent
 
 
 def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping) -> dict[str, str]:
-    """Return the speed-ups that this device does without unless they are asked for, and why. Raise
-    UserError if one is asked for that is not available."""
+    """Return the speed-ups that are off on this device unless they are asked for, and why. Raise
+    UserError if the user asks for one that is not available."""
     off = {}  # reasons by name
-    cures = {}  # what to do instead, for those that are not available at all
+    cures = {}  # what to do instead, for unavailable ones
     is_cuda = device.type == "cuda"
     is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4, a V100
-    # A CPU's instructions for bfloat16, as Linux names them: avx512_bf16, amx_bf16, and bf16 on an
-    # Arm. On two cores of an AMD EPYC with AVX512-BF16 a step of nano takes 46 ms with bfloat16 and
-    # plain attention, 72 with flash attention, and 95 in float32.
+    # Linux calls a CPU's bfloat16 instructions avx512_bf16, amx_bf16 or, on Arm, bf16. On two cores
+    # of an AMD EPYC with AVX512-BF16, a step of nano takes 46 ms with bfloat16 and plain attention,
+    # 72 ms with bfloat16 and flash attention, and 95 ms in float32.
     has_instructions = device.type == "cpu" and re.search(r"\w*bf16\b", cpuinfo())
     if not is_cuda or is_old:
         name = device_name(device) if is_cuda else device.type
-        off["tf32"] = f"needs an NVIDIA GPU of 2020 or later, this is {name}"
+        off["tf32"] = f"needs an NVIDIA GPU from 2020 or later; this is {name}"
         cures["tf32"] = "add --no-tf32"
     if is_old:
         off["bf16"] = f"is only emulated by {name}"
         cures["bf16"] = "use --fp16"
     elif not is_cuda and not has_instructions:
         off["bf16"] = "gains nothing: this processor has no instructions for it"
-    # PyTorch's flash attention for CPUs is slow in bfloat16. On that EPYC a step of 124M with 1,024
-    # tokens takes, with plain and with flash attention: T 256 1215 to 1244 and 1313 to 1457 ms;
-    # T 1024 1385 to 1535 and 1541 to 1561 ms. Beyond 512 plain attention needs too much memory.
+    # PyTorch's flash attention for CPUs is slow in bfloat16. On that EPYC, 124M took these times
+    # for a step of 1,024 tokens: at T = 256, 1215 to 1244 ms (plain) and 1313 to 1457 (flash); at
+    # T = 1024, 1385 to 1535 and 1541 to 1561. Beyond 512, plain attention needs too much memory.
     has_bf16 = asked.get("bf16", "bf16" not in off) and not asked.get("fp16")
     if has_bf16 and has_instructions and seq_len <= 512:
-        off["flash"] = "is slower in bfloat16 on a CPU, up to a --seq-len of 512"
+        off["flash"] = "is slower in bfloat16 on a CPU if --seq-len is at most 512"
     if not is_cuda or model == "nano":
         off["compile"] = "takes longer than it saves without a GPU, or for nano"
     if asked.get("compile", "compile" not in off):
@@ -72,15 +72,15 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping
 
 
 def why_not_compile(device: torch.device) -> tuple[str, str] | None:
-    """Try torch.compile on a small function. Return why it fails, and a cure; None if it works."""
+    """Try torch.compile on a small function. If it fails, return why, and a cure."""
     x = torch.randn(8, 8, device=device, requires_grad=True)
     try:
         torch.compile(nn.GELU(), dynamic=False)(x).sum().backward()
-    except Exception as error:  # Dynamo, Inductor, Triton and C++ compilers have no common class
+    except Exception as error:  # Dynamo, Inductor, Triton and C++ raise unrelated classes
         missing = "a C++ compiler (g++)"
         if device.type == "cuda":  # Triton compiles its launchers in C
             missing = "gcc and python3-dev" if find_spec("triton") else "triton (triton-windows)"
-        reason = f"fails here ({type(error).__name__}: {error!s:.200})"
+        reason = f"fails ({type(error).__name__}: {error!s:.200})"
         return reason, f"install {missing}, or add --no-compile"
     return None
 
@@ -90,14 +90,14 @@ def check_torch(version: str):
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) < (2, 5):
         cure = "pip install --upgrade torch"
-        raise UserError(f"torch {version} is too old, it must be 2.5 or later: {cure}")
+        raise UserError(f"torch {version} is too old; it must be 2.5 or later: {cure}")
 
 
 def set_environment():
-    """Set what torch reads once, before the first tensor or compilation."""
+    """Set variables that torch reads only once, before the first tensor or compilation."""
     # Huge pages for large tensors make a step of 124M on a CPU 3 % faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # tanh made of exponentials makes a step of nano, compiled for a CPU, 8 % faster, with an
+    # Computing tanh by exponentials makes a compiled step of nano on a CPU 8 % faster, with an
     # absolute error of 2e-7.
     os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
@@ -105,45 +105,45 @@ def set_environment():
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
-    """Speed-up 2: return a context in which matrix products and attention use dtype; sums, norms
-    and the loss stay float32. With float32 it does nothing."""
+    """Speed-up 2: return a context in which matrix products and attention use dtype, while sums,
+    norms and the loss stay float32. With float32 it does nothing."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def set_determinism(enabled: bool, is_compiled: bool):
-    """Choose whether the same numbers always give the same bits."""
+    """Choose whether the same inputs always give the same bits."""
     if is_compiled:
         torch.use_deterministic_algorithms(enabled)
     else:  # the same, without importing Inductor, which takes 0.2 s
         torch.set_deterministic_debug_mode("error" if enabled else "default")
-    # Memory that nothing has written to is only filled to find bugs.
+    # Filling uninitialized memory would only help to find bugs.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if enabled:  # cuBLAS is deterministic with a workspace of fixed size only
+    if enabled:  # cuBLAS needs a fixed workspace to be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def set_allocator(keep_freed: bool):
-    """Make glibc keep large freed tensors for the next ones, or return each to the system, which is
-    its default. The system clears every page that it hands out again: a sixth of a step of GPT-2
-    124M on a CPU. But what glibc keeps has gaps, so it should not where memory is short."""
+    """Make glibc keep the memory of large freed tensors for new ones, or return it to the system
+    (its default). The system clears every page that it hands out, which takes a sixth of a step of
+    GPT-2 124M on a CPU. But kept memory has gaps: don't keep it where memory is short."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
         return  # another system's allocator
     if keep_freed:
-        mallopt(-4, 0)  # M_MMAP_MAX: no tensor gets a mapping of its own
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
+        mallopt(-4, 0)  # M_MMAP_MAX: give no tensor a separate mapping
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
     else:
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, bytes: each larger tensor gets one
+        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: map larger tensors (bytes) separately
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Return this device's TFLOP/s in square matrix products."""
     n = {"cuda": 8192, "mps": 4096}.get(device.type, 1024)
-    num_products = 2 if device.type == "cpu" else 20  # a GPU would idle at each wait
+    num_products = 2 if device.type == "cpu" else 20  # so that a GPU rarely idles
     a = torch.randn(n, n, device=device, dtype=dtype)
     (a @ a)[0, 0].item()
-    best = math.inf  # s, over several tries: other programs may use the machine meanwhile
+    best = math.inf  # s, over several tries: other programs may slow some of them down
     deadline = time.perf_counter() + 0.25
     while best == math.inf or time.perf_counter() < deadline:
         start = time.perf_counter()
@@ -155,7 +155,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_tflops(name: str) -> float | None:
-    """Return the TFLOP/s in the data sheet of the GPU with this name; None if it is not listed."""
+    """Return the data-sheet TFLOP/s of the GPU with this name, or None if it is not listed."""
     for prefix, peak in PEAK_TFLOPS.items():
         if re.match(rf"{prefix}\b(?! Ti| Laptop)", name):
             return peak
@@ -163,7 +163,7 @@ def peak_tflops(name: str) -> float | None:
 
 
 def peak_memory_mib(device: torch.device) -> float | None:
-    """Return the peak of the GPU's memory; without a GPU, that of this process."""
+    """Return the peak memory used on the GPU or, without a GPU, by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     if sys.platform == "win32":
@@ -175,13 +175,13 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 
 def cpuinfo() -> str:
-    """Return what Linux says about the processor, or nothing on other systems."""
+    """Return what Linux says about the processor, or "" on other systems."""
     return CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or else the processor and the instructions that PyTorch uses on
-    it: both may change the last bits of a sum. For an Arm, Linux has numbers instead of a name."""
+    """Return the GPU's name or, without a GPU, the processor's with the instructions that PyTorch
+    uses: both may change the last bits of a sum. For Arm, Linux has numbers instead of a name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names = r"^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)"
@@ -191,7 +191,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dict:
-    """Return what a result and its speed depend on, besides the flags."""
+    """Return everything besides the flags that affects a run's results and speed."""
     return {
         "commit": commit(),
         "torch": str(torch.__version__),
@@ -207,9 +207,9 @@ def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dic
 
 
 def commit() -> str:
-    """Return the commit of this program, followed by "-dirty" if files differ from it. Return ""
-    without git, and where the program lies in another repository, whose commit says nothing."""
-    # --git-dir, because inside a git hook GIT_DIR names another repository.
+    """Return this program's commit, followed by "-dirty" if files differ from it. Return "" without
+    git, or if the program is inside another repository, whose commit would say nothing."""
+    # Pass --git-dir, because in a git hook GIT_DIR names another repository.
     command = ["git", "--git-dir", str(REPO / ".git"), "--work-tree", str(REPO)]
     command += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

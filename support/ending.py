@@ -1,11 +1,11 @@
 """How a program ends: exit codes, one-line errors, signals, the watchdog, torchrun's last line.
 
 Exit codes: 0 done, or already complete; 1 a bug or a hang, with a traceback; 2 the user's mistake;
-3 stopped by a signal, everything saved; 4 a loss or gradient that is not finite, or ranks with
-different weights: no update was made; 6 the disk failed or is full; 7 no checkpoint is good; 130
-stopped by a signal before anything was saved, or by a second signal.
+3 stopped by a signal, everything saved; 4 a loss or gradient that is not finite (no update was
+made), or ranks with different weights (nothing was saved); 6 the disk failed or is full; 7 no
+checkpoint is good; 130 stopped by a signal before anything was saved, or by a second signal.
 
-train_gpt2.py imports this module before torch, so it imports the standard library alone.
+train_gpt2.py imports this module before torch, so it imports only the standard library.
 """
 
 import ctypes
@@ -29,11 +29,11 @@ STOPPED = 3
 INTERRUPTED = 130
 
 DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-TIMEOUT_S = 900  # a process without progress for this long is taken for hung
-SECOND_SIGNAL_S = 2  # torchrun repeats a signal that the terminal has already sent to its ranks
+TIMEOUT_S = 900  # a process that makes no progress for this long counts as hung
+SECOND_SIGNAL_S = 2  # the terminal signals every rank, and torchrun then repeats the signal
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")]
 
-program = "train_gpt2.py"  # the name in front of each error; sample.py sets its own
+program = "train_gpt2.py"  # each error line begins with this; sample.py changes it
 
 
 class RunError(Exception):
@@ -59,28 +59,28 @@ class NoGoodCheckpoint(RunError):
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would obey or can't show: control characters except newline and tab,
-    lone surrogates, and characters that change the writing direction."""
+    """Escape characters that a terminal would obey or can't show: controls other than newline and
+    tab, lone surrogates, and those that change the writing direction."""
     controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(controls, lambda match: ascii(match[0])[1:-1], text)
 
 
 def print_error(text: str):
-    """Print one line on stderr. The reader may be gone, which is no reason to fail."""
+    """Print one line on stderr. Do not fail if nobody reads it any more."""
     with suppress(OSError):
         print(f"{program}: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
 
 
 def report(text: str):
-    """Print the line that a run ends with, and leave it for torchrun."""
+    """Print a run's last line, and pass it on to torchrun."""
     print_error(text)
     tell_torchrun(text)
 
 
 def tell_torchrun(text: str):
-    """Make torchrun's own traceback end with this line. torchrun names a file for each rank, and
-    prints the file of the rank that it saw fail first. That may be any rank, so every rank writes
-    the line, even where only one prints it."""
+    """Make torchrun's traceback end with this line. torchrun names a file for each rank, and prints
+    the file of the rank that failed first. That may be any rank, so every rank writes the line,
+    even if only one prints it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         text = printable(" ".join(text.split()))
@@ -90,25 +90,25 @@ def tell_torchrun(text: str):
 
 
 class Phase(Enum):
-    """What a signal finds."""
+    """The phase of a run, which decides what a signal does."""
 
     STARTING = auto()  # nothing is saved yet: stop at once
     SAVED = auto()  # every step is saved, as in an evaluation: stop at once
-    UNSAVED = auto()  # some steps are not saved: finish the step, save, then stop
-    ENDED = auto()  # the run is over and only cleans up: ignore the signal
+    UNSAVED = auto()  # some steps are unsaved: finish the step, save, stop
+    LEAVING = auto()  # everything is saved, and the process is about to end: ignore the signal
 
 
 class StopSignals:
-    """Handles SIGINT, SIGTERM and SIGUSR1 by the phase of the run. Where it must stop at once, the
-    handler raises KeyboardInterrupt. In UNSAVED it only records the first signal; one that comes
-    more than SECOND_SIGNAL_S later raises KeyboardInterrupt. SIGHUP, from a closed terminal, is
-    ignored, except under torchrun, which stops its ranks itself."""
+    """Handles SIGINT, SIGTERM and SIGUSR1 according to the phase of the run. To stop at once, it
+    raises KeyboardInterrupt. In UNSAVED it only records the first signal, and raises
+    KeyboardInterrupt for one that comes more than SECOND_SIGNAL_S later. It ignores the SIGHUP of a
+    closed terminal, except under torchrun, which stops its ranks then."""
 
     def __init__(self, is_main: bool):
         self.is_main = is_main
         self.phase = Phase.STARTING
-        self.received_at = math.inf  # s on the monotonic clock: the first signal
-        self.previous: dict = {}  # the handlers before ours
+        self.received_at = math.inf  # time.monotonic() at the first signal
+        self.previous: dict = {}  # the handlers that ours replace
 
     @property
     def received(self) -> bool:
@@ -125,41 +125,41 @@ class StopSignals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame: FrameType | None):
-        if self.phase is Phase.ENDED:
+        if self.phase is Phase.LEAVING:
             return
         is_first = not self.received
-        # Recorded even if KeyboardInterrupt follows: Python drops one raised inside a destructor.
+        # Record it in any case: Python drops a KeyboardInterrupt raised inside a destructor.
         now = time.monotonic()
         self.received_at = min(now, self.received_at)
         if self.phase is Phase.UNSAVED and now - self.received_at <= SECOND_SIGNAL_S:
             if is_first and self.is_main:
-                text = "finishing this step and saving it; to quit unsaved, Ctrl-C again after 2 s"
-                with suppress(OSError):  # os.write, since the signal may have interrupted a print
+                text = "finishing and saving this step; Ctrl-C again after 2 s quits without saving"
+                with suppress(OSError):  # os.write: the signal may have interrupted a print
                     os.write(2, f"\n{text}\n".encode())
             return
         if self.phase is Phase.SAVED:
-            self.phase = Phase.ENDED  # nothing is left to lose, so the goodbye is not interrupted
+            self.phase = Phase.LEAVING  # all is saved: let no second signal cut off the last lines
         raise KeyboardInterrupt
 
 
 def ignore_signals():
-    """Ignore all stop signals. main() installs its own handlers and restores these afterwards, so
-    no late signal changes the exit code of a run that has saved everything."""
+    """Ignore all stop signals. main() installs handlers, and afterwards restores this, so no late
+    signal changes the exit code of a run that has saved everything."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
-    """Print the line that error ends the program with, and return its exit code. Return None for a
-    bug: it must show its traceback."""
+    """Print error as the program's last line, and return its exit code. Return None for a bug: that
+    must show its traceback."""
     if isinstance(error, KeyboardInterrupt):
         unsaved = "; steps since the last checkpoint are not saved"
         if signals.is_main:
             print_error(f"stopped by a signal{unsaved if signals.phase is Phase.UNSAVED else ''}")
         return INTERRUPTED
-    # Not only RunError: dataloader.py, which imports nothing of ours, has errors with exit codes.
+    # Not only RunError: dataloader.py, which imports none of our modules, has exit codes too.
     exit_code = getattr(error, "exit_code", None)
-    is_saved = signals.phase in (Phase.SAVED, Phase.ENDED)
+    is_saved = signals.phase in (Phase.SAVED, Phase.LEAVING)
     if exit_code is None and signals.received and is_saved and not signals.is_main:
         return STOPPED  # the main rank stopped first, and this one lost its connection
     if exit_code is None and isinstance(error, OSError) and error.errno in DISK_ERRNOS:
@@ -170,8 +170,8 @@ def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
 
 
 def reset_watchdog():
-    """End the process with the stacks of all threads and exit code 1 after TIMEOUT_S, unless this
-    is called again before. Each micro-batch, evaluation batch and save calls it."""
+    """If this is not called again within TIMEOUT_S, print the stacks of all threads and exit with
+    code 1. Each micro-batch, evaluation batch and save calls it."""
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=2)
 
 
@@ -187,7 +187,7 @@ def guard_imports():
         return
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun may have died before prctl was called. It keeps a store for its ranks.
+        # torchrun may have died before prctl was called. If it lives, its store answers.
         try:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             socket.create_connection(address, timeout=60).close()

@@ -28,8 +28,7 @@ from support.tokenizer import Tokenizer, require_tokenizer, token_lengths
 
 @contextmanager
 def eval_mode(net: nn.Module) -> Iterator[None]:
-    """Put net into evaluation mode, without dropout for instance, and back into its old mode at the
-    end."""
+    """Put net into evaluation mode, which turns off dropout, and restore its mode at the end."""
     was_training = net.training
     net.eval()
     try:
@@ -44,13 +43,13 @@ def random_seed(*numbers: int) -> int:
 
 
 def to_device(batch: tuple, device: torch.device) -> tuple:
-    # The loader pins memory for CUDA, which then copies it while it computes.
+    # The loader pins memory for CUDA, so the GPU can compute while it copies.
     non_blocking = device.type == "cuda"
     return tuple(tensor.to(device, non_blocking=non_blocking) for tensor in batch)
 
 
 class Example(NamedTuple):
-    """A question in tokens: uint16 arrays, none of them empty."""
+    """A multiple-choice question as tokens: uint16 arrays, none of them empty."""
 
     context: np.ndarray
     choices: list[np.ndarray]
@@ -67,14 +66,14 @@ def validate(
     config: TrainConfig,
     world: World,
 ) -> dict[str, float]:
-    """Return the mean loss over the first --eval-tokens tokens of loader, in several units. These
-    are the same tokens for any micro-batch size and number of ranks."""
-    # The ranks take the sequences in turn. Their shares differ by one at most, and the sum does not
+    """Return the mean loss over the first --eval-tokens tokens of loader, in several units. The
+    tokens are the same for any micro-batch size and number of ranks."""
+    # The ranks take turns, so their shares differ by at most one sequence, and the sum does not
     # depend on the number of ranks.
     num_sequences = num_val_sequences(config, loader)
     numbers_of_rank = range(world.rank, num_sequences, world.size)
     lengths = token_lengths(tokenizer)
-    num_bytes = 0  # of the text that the targets stand for
+    num_bytes = 0  # bytes of text in the targets
     loss_sum = torch.zeros((), device=world.device)
     starts = range(0, len(numbers_of_rank), loader.B)
     with eval_mode(net):
@@ -85,14 +84,14 @@ def validate(
             if lengths is not None:
                 num_bytes += int(lengths[batch[1].numpy()].sum())
             x, y = to_device(batch, world.device)
-            # net is compiled for full batches. A shorter last one goes through the plain model.
+            # net is compiled for full batches; a shorter last one uses the plain model.
             is_full = len(numbers) == loader.B
             with autocast(config.dtype, world.device):
                 loss = net(x, y) if is_full else model(x, y)
             loss_sum += loss * len(numbers)
     val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
-    # Bytes are gathered as integers, because the float32 of an all-reduce is exact only to 2**24.
-    # On another machine a rank may have no tokenizer to count with.
+    # Gather the byte counts as integers: an all-reduce in float32 is exact only up to 2**24. A rank
+    # on another machine may have no tokenizer to count with.
     counts = world.gather(None if lengths is None else num_bytes)
     known = [count for count in counts if count is not None]
     total_bytes = sum(known) if len(known) == len(counts) else 0
@@ -104,7 +103,7 @@ def num_val_sequences(config: TrainConfig, loader: ShardLoader) -> int:
 
 
 def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
-    """Return a loss in nats per token, and in other units. bytes_per_token is 0 if unknown."""
+    """Return a loss in nats per token and other units. bytes_per_token is 0 if unknown."""
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
     if bytes_per_token:
         figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
@@ -123,9 +122,9 @@ def in_words(figures: dict[str, float]) -> str:
 def evaluate_weights(
     model: GPT, data: TokenFolder, questions: list[Example], config: TrainConfig, world: World
 ) -> str:
-    """Return the loss over --eval-tokens, and the shares of right answers to --hellaswag, in words:
-    what --eval-only prints."""
-    # Enough to keep a device busy, if it fits.
+    """Return what --eval-only prints: the loss over --eval-tokens, and the fractions of right
+    answers to --hellaswag."""
+    # Enough to keep the device busy, if it fits.
     B = 32 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     with torch.no_grad():
         while B > 1 and not pass_fits(model, B, config, world):
@@ -143,24 +142,24 @@ def evaluate_weights(
 
 
 def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) -> Iterator[str]:
-    """Yield sample `number` piece by piece: the prompt, and what the network continues it with. Its
-    random numbers depend on the seed and the number alone."""
+    """Yield sample `number` piece by piece: first the prompt, then the network's continuation. The
+    random numbers depend only on the seed and `number`."""
     tokenizer = require_tokenizer(tokenizer_name)
     size = model.config.vocab_size
     device = model.lm_head.weight.device
-    # A generator of its own: a run's samples do not depend on when they are drawn.
+    # A separate generator: a run's samples do not depend on when they are drawn.
     rng = torch.Generator(device).manual_seed(random_seed(config.seed, number))
     # Every document begins with <|endoftext|>, and so does a sample without a prompt.
     ids = tokenizer.encode(config.prompt) or [min(VOCAB_SIZES[tokenizer_name], size) - 1]
     if max(ids) >= size:
-        raise UserError(f"--prompt: token {max(ids)}, the network knows 0 to {size - 1}")
+        raise UserError(f"--prompt: token {max(ids)}, but the network only knows 0 to {size - 1}")
     yield config.prompt
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
     beginning = torch.tensor([ids], device=device)
     tokens = model.generate(beginning, rng, config.temperature, config.top_k)
     for _ in range(config.sample_tokens):
         reset_watchdog()
-        # Not around the yield, where it would also hold for the code that reads this.
+        # Not around the yield, where it would also apply to the caller's code.
         with autocast(config.dtype, device):
             token = int(next(tokens))
         yield decoder.decode(tokenizer.token_bytes(token))
@@ -175,7 +174,7 @@ def samples(model: GPT, tokenizer: str, config: TrainConfig) -> str:
             for number in range(config.num_samples):
                 texts.append("".join(sample(model, tokenizer, config, number)))
     except (FloatingPointError, UserError) as error:
-        texts.append(f"(no sample: {error})")  # no reason to end a run
+        texts.append(f"(no sample: {error})")  # a failure must not end a run
     return "\n---\n".join(texts)
 
 
@@ -183,8 +182,8 @@ def samples(model: GPT, tokenizer: str, config: TrainConfig) -> str:
 
 
 def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
-    """Return the questions in a file, or [] without a path. Raise UserError with the line that is
-    no question, or if the network does not know the tokens."""
+    """Return the questions in a file, or [] if path is empty. Raise UserError if a line is not a
+    question, or if the network does not know the tokens."""
     if not path:
         return []
     codec = require_tokenizer(tokenizer)
@@ -209,8 +208,7 @@ def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
 
 
 def as_example(record: dict, codec: Tokenizer) -> Example:
-    """Return a record in tokens: its context, and each choice with a space before it, as in
-    llm.c."""
+    """Return a record as tokens: its context, and each choice after a space, as in llm.c."""
     if "endings" in record:
         context, choices = record["ctx"], record["endings"]
         label = int(str(record["label"]))  # a number in HellaSwag's files, text in Hugging Face's
@@ -219,7 +217,7 @@ def as_example(record: dict, codec: Tokenizer) -> Example:
         context, choices = f"Question: {record['question']}\nAnswer:", record["choices"]["text"]
         label = record["choices"]["label"].index(record["answerKey"])
     if not (context and all(choices) and 0 <= label < len(choices) >= 2):
-        raise ValueError("an empty text, or a label that names no choice")
+        raise ValueError("it has an empty text, or a label that names no choice")
     texts = [context] + [f" {choice}" for choice in choices]
     tokens = [np.array(codec.encode(text), np.uint16) for text in texts]
     return Example(tokens[0], tokens[1:], [len(choice) for choice in choices], label)
@@ -228,7 +226,7 @@ def as_example(record: dict, codec: Tokenizer) -> Example:
 def answers(
     model: GPT, examples: list[Example], config: TrainConfig, world: World
 ) -> dict[str, float]:
-    """Return the shares of right answers, counted in three ways. The ranks share the work."""
+    """Return the fraction of right answers by three measures. The ranks share the work."""
     examples_of_rank = examples[world.rank :: world.size]
     with eval_mode(model), autocast(config.dtype, world.device):
         losses = choice_losses(model, examples_of_rank, world.device)
@@ -240,14 +238,14 @@ def answers(
 
 @torch.no_grad()
 def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> list[np.ndarray]:
-    """Return for each example the loss of each choice, summed over its tokens, in nats."""
-    texts = []  # for each choice: context and choice, and how many tokens the choice has
+    """Return the loss of each choice of each example, in nats, summed over the choice's tokens."""
+    texts = []  # per choice: context and choice as tokens, and the choice's length
     for example in examples:
         for choice in example.choices:
             tokens = np.concatenate([example.context, choice]).astype(np.int64)
             texts.append((tokens, len(choice)))
     losses = np.zeros(len(texts))
-    # Texts of similar length share a pass, because all are padded to the longest, the last one.
+    # A pass pads its texts to the longest, the last one, so sort them by length.
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
     tokens_per_pass = 16384 if device.type == "cuda" else 2048
     while order:
@@ -261,7 +259,7 @@ def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> 
 
 
 def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tensor:
-    """Return for each text the loss of its answer, the last tokens, summed: (len(texts),). A text
+    """Return the summed loss of each text's answer, which is its last tokens: (len(texts),). A text
     that is too long for the network loses its beginning."""
     inputs, targets = [], []
     for tokens, num_answer_tokens in texts:
@@ -283,9 +281,9 @@ def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tenso
 
 
 def right_answers(examples: list[Example], losses: list[np.ndarray]) -> dict[str, int]:
-    """Return in how many examples the likeliest choice is right, by a choice's log-probability: acc
-    takes the sum; acc_norm divides it by the characters, as the lm-evaluation-harness does;
-    acc_norm_tokens by the tokens, as llm.c and build-nanogpt do."""
+    """Count the examples whose likeliest choice is right. acc compares log-probabilities. acc_norm
+    divides each by the choice's characters, as lm-evaluation-harness does, and acc_norm_tokens by
+    its tokens, as llm.c and build-nanogpt do."""
     right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
     for example, sums in zip(examples, losses, strict=True):
         num_tokens = [len(choice) for choice in example.choices]

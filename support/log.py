@@ -1,5 +1,5 @@
-"""What a run shows: log.jsonl, lines on the terminal, progress bars, Weights & Biases, loss.png.
-The trainer never reads any of it back."""
+"""A run's output: log.jsonl, lines on the terminal, progress bars, Weights & Biases, loss.png. The
+trainer never reads any of it back."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from support.run_folder import LOG
 
 
 class Log:
-    """Writes log.jsonl, one JSON record a line, and prints: on the main rank alone."""
+    """Writes log.jsonl, one JSON record per line, and prints. It does so only on the main rank."""
 
     def __init__(self, out_dir: Path, is_main: bool, wandb_run: Any = None):
         self.is_main = is_main
@@ -33,7 +33,7 @@ class Log:
             return
         self.path = out_dir / LOG
         self.file = open(self.path, "ab+")
-        # A kill may have torn the last line. It stays as it is, and ours begin on a new one.
+        # A kill may have cut off the last line. Leave it, and start a new one.
         if self.file.tell():
             self.file.seek(-1, os.SEEK_END)
             if self.file.read(1) != b"\n":
@@ -51,25 +51,25 @@ class Log:
             self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
             self.file.flush()
         except OSError as error:
-            error.filename = str(self.path)  # Python names a file only where it is opened
+            error.filename = str(self.path)  # Python sets this only when opening fails
             raise
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         if self.wandb_run and "step" in fields and numbers:
             try:
                 self.wandb_run.log(numbers | {"step": fields["step"]})
-            except Exception as error:  # its threads, files and network are not worth the run
+            except Exception as error:  # a failure of wandb must not end the run
                 self.wandb_run = None
                 show(
                     f"Weights & Biases logging has stopped: {type(error).__name__}: {error!s:.200}"
                 )
 
     def time_left(self, num_steps: int) -> timedelta:
-        """Return how long num_steps will take if they are like the last ones."""
+        """Return how long num_steps will take at the recent speed."""
         return timedelta(seconds=int(np.mean(self.recent_seconds) * num_steps))
 
 
 def show(text: str, end: str = "\n"):
-    """Print as long as somebody reads: `| head` and a closed terminal stop no run."""
+    """Print, if anybody still reads: `| head` or a closed terminal must not stop a run."""
     try:
         print(printable(text), end=end, flush=True)
     except OSError:
@@ -77,7 +77,7 @@ def show(text: str, end: str = "\n"):
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether stream is a terminal. A cell of a notebook, which looks like one, is not."""
+    """Return whether stream is a terminal. A notebook cell looks like one, but is not."""
     return stream is not None and stream.isatty() and not in_notebook()
 
 
@@ -86,20 +86,20 @@ def in_notebook() -> bool:
 
 
 def default_interval(num_steps: int) -> int:
-    """Return the steps between lines on stdout. Where the lines stay, as in a notebook or a file,
-    one per step would hide all others."""
+    """Return the steps between lines on stdout: 1 on a terminal. In a notebook or a file a line per
+    step would bury all other lines, so print 20 in all."""
     return 1 if is_terminal(sys.stdout) else math.ceil(num_steps / 20)
 
 
 def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
-    """Return items, with a progress bar on a terminal if going through them takes a second."""
+    """Return items with a progress bar, which appears after a second and only on a terminal."""
     is_shown = is_main and is_terminal(sys.stderr)
     return tqdm(items, desc=label, leave=False, delay=1, disable=not is_shown)
 
 
 def start_wandb(out_dir: Path, is_main: bool) -> Any:
-    """Return the Weights & Biases run of out_dir, the same one after a resume; None on the other
-    ranks. Raise UserError if the library is missing, or refuses."""
+    """Return the Weights & Biases run of out_dir, which a resumed run continues, or None on all but
+    the main rank. Raise UserError if wandb is missing or fails."""
     if not is_main:
         return None
     try:
@@ -108,14 +108,14 @@ def start_wandb(out_dir: Path, is_main: bool) -> Any:
 
         run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
         return wandb.init(name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow")
-    except Exception as error:  # it has many
+    except Exception as error:  # wandb raises many kinds
         cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
         raise UserError(f"--wandb: {error!s:.200}: {cure}") from error
 
 
 def is_drawn(step: int, num_steps: int) -> bool:
-    """Return whether loss.png shows the loss of this step. It shows at most a thousand of a run,
-    and each checkpoint holds them: a million steps are drawn and saved as fast as a thousand."""
+    """Return whether loss.png shows the loss of this step. It shows at most a thousand, and each
+    checkpoint stores only these: a million steps take no longer to draw and save."""
     return step % math.ceil(num_steps / 1000) == 0
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run (ranks): who they are, how they connect, sum, compare and end together."""
+"""The processes of a run, its ranks: how they connect, sum, compare and end together."""
 
 import gc
 import os
@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks that torchrun started; without torchrun, the only one. Every
-    method is a collective call: all ranks must make it, in the same order."""
+    """This process's place among the ranks that torchrun started; without torchrun it is the only
+    one. Every method is a collective: all ranks must call it, in the same order."""
 
     rank: int
     size: int
@@ -39,13 +39,13 @@ class World:
         return values
 
     def gather_rows(self, rows: Tensor):
-        """Fill rows, (ranks, ...), in place. Each rank brings the row of its own number."""
-        # As bytes, since some versions of gloo do not gather bfloat16.
+        """Fill rows, (ranks, ...), in place. Rank i contributes row i."""
+        # As bytes, because some versions of gloo can't gather bfloat16.
         parts = list(rows.view(torch.uint8))
         dist.all_gather(parts, parts[self.rank].clone())
 
     def gather(self, value: Result) -> list[Result]:
-        """Return the value of each rank, on every rank."""
+        """Return the values of all ranks, on every rank."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
@@ -65,14 +65,14 @@ class World:
         return self.gather(self.call_on_all(on_main))[0]
 
     def call_on_all(self, function: Callable[..., Result], *args) -> Result:
-        """Call function(*args) on every rank, and return this rank's result. If it raises on some
-        ranks, every rank ends, and the first of those says why."""
+        """Call function(*args) on every rank, and return this rank's result. If it raises on any
+        rank, every rank ends, and the first rank that failed says why."""
         if self.size == 1:
             return function(*args)
         result = error = None
         try:
             result = function(*args)
-        except Exception as raised:  # raised again below, once the others know
+        except Exception as raised:  # raised below, after the others know
             error = raised
         codes = self.gather((getattr(error, "exit_code", 1), str(error)) if error else (0, ""))
         for rank, (code, text) in enumerate(codes):
@@ -84,34 +84,34 @@ class World:
         return result  # type: ignore[return-value]  # no rank has an error, so this one has a result
 
     def end_all(self, error: RunError):
-        """Raise error on the main rank, and end the others with its exit code: for an error that
-        all ranks have, and one should print."""
+        """Raise error, which every rank has, on the main rank. End the others with its exit code,
+        so that it is printed only once."""
         if self.is_main:
             raise error
         tell_torchrun(f"error: {error}")
         sys.exit(error.exit_code)
 
     def check_same(self, values: dict):
-        """Raise UserError unless all ranks have the same values, by name, as the main rank."""
+        """Raise UserError if any of these named values differs from the main rank's."""
         main_values, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
             for name, value in main_values.items():
                 if theirs[name] != value:
                     text = f"{name} is {theirs[name]} on rank {rank} and {value} on rank 0"
-                    self.end_all(UserError(f"{text}: start all ranks with the same"))
+                    self.end_all(UserError(f"{text}: all ranks need the same"))
 
 
 def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
-    """Return this process's place among the ranks, and its device: the best that the machine has,
-    or one of this kind. Raise UserError if torchrun's variables or the kind do not fit."""
+    """Return this process's place among the ranks, and a device of this kind ("auto": the best).
+    Raise UserError if torchrun's variables are invalid, or if there is no such device."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name not in env]
     if len(missing) in (1, 2):
-        raise UserError(f"{', '.join(missing)} not set, but others of torchrun's are: use torchrun")
+        raise UserError(f"{', '.join(missing)} not set, but torchrun sets all three: use torchrun")
     try:
         rank, local_rank = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
         size, local_size = int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_WORLD_SIZE", 1))
     except ValueError as error:
-        raise UserError(f"RANK and the like are no numbers ({error}): use torchrun") from error
+        raise UserError(f"RANK and the like must be integers ({error}): use torchrun") from error
     if not 0 <= rank < size or local_rank < 0:
         raise UserError(f"RANK {rank} must be at least 0, and below WORLD_SIZE {size}")
 
@@ -143,16 +143,16 @@ def process_group(world: World) -> Iterator[None]:
         yield
     finally:
         if world.size > 1:
-            gc.collect()  # a DDP that outlives the process group aborts the process at its end
+            gc.collect()  # a DDP that outlives the process group aborts the process at exit
             dist.destroy_process_group()
 
 
 def connect(backend: str):
-    # Longer than the watchdog waits: the watchdog must be what ends a hang, as it shows the stacks.
+    # Longer than the watchdog's, so that the watchdog ends a hang: it shows the stacks.
     limit = timedelta(seconds=TIMEOUT_S + 60)
     try:
-        # torchrun keeps its store when it restarts the ranks, and in it the addresses of those
-        # that died. Without a prefix of their own, the new ranks would wait for the dead ones.
+        # When torchrun restarts the ranks, its store still has the addresses of the dead ones.
+        # Without a new prefix, the new ranks would wait for those.
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
@@ -163,14 +163,14 @@ def connect(backend: str):
 
 
 def gradient_sync(net: nn.Module, enabled: bool) -> AbstractContextManager:
-    """Return a context in which backward averages the gradients over the ranks, or does not."""
+    """Return a context in which backward averages gradients over the ranks only if enabled."""
     return net.no_sync() if isinstance(net, DDP) and not enabled else nullcontext()
 
 
 def check_ranks_agree(model: nn.Module, step: int, world: World):
-    """Raise NumericalError unless all ranks hold the same weights, and finite ones."""
+    """Raise NumericalError unless all ranks have the same, finite weights."""
     weights = [p.detach() for p in model.parameters()]
-    # The sum of the bits as integers has no rounding: it differs if a single bit does.
+    # Integer sums of the bits have no rounding: one different bit changes the sum.
     sums = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights]).tolist()
     all_finite = bool(torch.stack([p.sum() for p in weights]).isfinite().all())
     results = world.gather((sums, all_finite))

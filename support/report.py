@@ -1,4 +1,4 @@
-"""What a run says about itself: at its start, and when something looks wrong."""
+"""What a run says about itself, at its start and when something looks wrong."""
 
 import shutil
 from collections import defaultdict
@@ -16,7 +16,7 @@ OVERFITTING_CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
 
 
 def say_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
-    """Log and print where this process runs, the data, the network, and every flag."""
+    """Log every flag. Print the folder, data, model and device, and the automatic flags."""
     config, env = run.config, run.environment
     run.log.record(
         environment=env,
@@ -38,7 +38,7 @@ def say_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
         f"optimizer: {optimizer}",
         f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
-        f"{'kept' if state else 'chosen for you'}: {' '.join(untyped_flags(run, typed))}",
+        f"{'flags kept' if state else 'automatic flags'}: {' '.join(untyped_flags(run, typed))}",
         *[f"off: {spell(name)} {reason}" for name, reason in off.items()],
         *hints(run),
     ]
@@ -58,12 +58,12 @@ def data_line(run: Run) -> str:
 
 
 def num_epochs(run: Run) -> float:
-    """Return how often the run will have seen its data."""
+    """Return how many times the run will see its data."""
     return run.config.steps * run.config.batch_tokens / (len(run.loader) * run.loader.T)
 
 
 def untyped_flags(run: Run, typed: dict) -> list[str]:
-    """Return the flags that have another value than their default, and were not typed now."""
+    """Return the flags that differ from their defaults, except those that the user typed now."""
     flags = []
     for f in fields(TrainConfig):
         value = getattr(run.config, f.name)
@@ -75,15 +75,15 @@ def untyped_flags(run: Run, typed: dict) -> list[str]:
 
 
 def hints(run: Run) -> list[str]:
-    """Return lines about what may surprise the user, or is missing on this machine."""
+    """Return lines about what may surprise the user or is missing on this machine."""
     config, env = run.config, run.environment
     lines = []
     if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
-        lines.append(f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}")
+        lines.append(f"training on bytes, as GPT-2's vocabulary is missing: {vocab_cure()}")
     if num_epochs(run) > 5:
         lines.append(
-            f"{num_epochs(run):.0f} epochs: the network may learn its text by heart, and the"
-            f" validation loss would rise; if it does, {OVERFITTING_CURE}"
+            f"{num_epochs(run):.0f} epochs: the network may memorize its text, and the validation"
+            f" loss would then rise; if it does, {OVERFITTING_CURE}"
         )
     if config.fp16 and env["device"] == "cpu":
         lines.append("--fp16 is for GPUs: on a CPU it is slower than float32")
@@ -94,15 +94,15 @@ def missing_parts(env: dict, tokenizer: str) -> list[str]:
     """Return lines about what is missing on this machine."""
     lines = []
     if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):
-        lines.append("an NVIDIA GPU is here, but this torch is for CPUs: see pytorch.org")
+        lines.append("this machine has an NVIDIA GPU, but torch is for CPUs: see pytorch.org")
     if tokenizer == "gpt2" and missing_vocab():
-        lines.append(f"checkpoints lack the tokenizer, which is not here: {vocab_cure()}")
+        lines.append(f"checkpoints lack the tokenizer, which is missing: {vocab_cure()}")
     return lines
 
 
 def changes_since(state: dict, run: Run) -> list[str]:
-    """Return lines about what has changed since a run was saved, and what keeps it from being the
-    uninterrupted run bit for bit."""
+    """Return lines about what has changed since the run was saved, and which changes keep it from
+    equalling the uninterrupted run bit for bit."""
     changes = defaultdict(list)  # by on_resume
     for f in fields(TrainConfig):
         saved, current = state["config"].get(f.name, f.default), getattr(run.config, f.name)
@@ -116,7 +116,7 @@ def changes_since(state: dict, run: Run) -> list[str]:
             changes["inexact"].append(f"{name} {current} instead of {saved}")
     lines = [f"changed: {change}" for change in changes["allow"]]
     if has_moved(state, run.world.device):
-        lines.append("another device: its speed-ups and micro-batch are chosen anew")
+        lines.append("new device: speed-ups and micro-batch size are chosen again")
     if changes["inexact"]:
         dropout = ", which changes the dropout masks" if run.config.dropout else ""
         lines.append(f"not bit for bit because of {', '.join(changes['inexact'])}{dropout}")
@@ -124,7 +124,7 @@ def changes_since(state: dict, run: Run) -> list[str]:
 
 
 def warn_if_slow(run: Run, seconds: float):
-    """Say during the first step of a process if a step takes minutes."""
+    """Warn during the first step of a process if a step takes a minute or more."""
     config = run.config
     if run.step > run.first_step or seconds < 60:
         return
@@ -132,17 +132,17 @@ def warn_if_slow(run: Run, seconds: float):
     cure = f"for shorter steps set --batch-tokens below {config.batch_tokens}"
     if config.model != "nano" and run.step == 0:
         cure += "; --model nano learns in minutes on any computer"
-    with tqdm.external_write_mode():  # a progress bar of the step is on the terminal
+    with tqdm.external_write_mode():  # the step's progress bar is on the terminal
         run.log.print(
-            f"a step takes about {step_time} here (h:mm:ss), and the"
-            f" {config.steps - run.step:,} to come {step_time * (config.steps - run.step)}: {cure}"
+            f"a step takes about {step_time} (h:mm:ss), and the {config.steps - run.step:,} steps"
+            f" still to come will take {step_time * (config.steps - run.step)}: {cure}"
         )
 
 
 def warn_if_overfitting(run: Run):
     """Warn once if the best validation was over a third of the run ago and the loss is now 2 %
     worse."""
-    if run.log.has_warned or run.step not in run.val_losses:  # not in it: not finite
+    if run.log.has_warned or run.step not in run.val_losses:  # not saved, or not finite
         return
     best = min(run.val_losses, key=run.val_losses.__getitem__)
     is_late = run.step - best > run.config.steps / 3

@@ -1,4 +1,4 @@
-"""A run: what it holds, what a checkpoint keeps of it, and how it is saved, restored and ended."""
+"""A run: its parts, what a checkpoint keeps of them, and how to save, restore and end it."""
 
 import shlex
 import time
@@ -23,7 +23,7 @@ from support.tokenizer import as_json
 
 @dataclass
 class Run:
-    """First what stays the same, then what each step changes. There is one Run in a process."""
+    """The run of this process: first the parts that stay the same, then those that change."""
 
     config: TrainConfig
     world: World
@@ -31,31 +31,31 @@ class Run:
     lock: FileLock  # keeps other runs out of out_dir
     signals: StopSignals
     log: log.Log
-    environment: dict  # torch, processor, ranks, ...: what a result depends on besides the flags
+    environment: dict  # torch, processor, ranks, ...: what affects results, besides the flags
     data: TokenFolder
     val_loader: ShardLoader
     questions: list[Example]
-    net: nn.Module  # what the loop calls: model, compiled and in DDP
+    net: nn.Module  # what the loop calls: model behind torch.compile and DDP
 
     model: GPT  # the plain module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # does nothing without --fp16
     loader: ShardLoader  # of the training data
-    step: int = 0  # steps made
-    first_step: int = 0  # steps that were made before this process
+    step: int = 0  # steps done
+    first_step: int = 0  # the step at which this process started
     saved_step: int = -1  # the step of the newest checkpoint
-    has_read_back: bool = False  # a checkpoint that this process wrote
+    has_read_back: bool = False  # whether this process has read back its first checkpoint
     losses: dict[int, float] = field(default_factory=dict)  # by step, for loss.png
     val_losses: dict[int, float] = field(default_factory=dict)  # by step
 
 
 def state_of(run: Run) -> dict:
-    """Return what state.json holds: all that a resume needs besides weights and moments."""
-    # No state of a random generator: all randomness is a function of the seed and the step.
+    """Return the content of state.json: all that a resume needs besides weights and moments."""
+    # No random generator's state: all randomness is a function of the seed and the step.
     return {
         "step": run.step,
         "position": run.loader.position,  # the loader's whole state
-        "micro_batch_size": run.loader.B,
+        "micro_batch_size": run.loader.B,  # config has 0 unless the user typed one
         "scaler": run.scaler.state_dict(),  # the loss scale of --fp16
         "losses": run.losses,
         "val_losses": run.val_losses,
@@ -67,16 +67,16 @@ def state_of(run: Run) -> dict:
 
 
 def restore(run: Run, path: Path, state: dict):
-    """Load everything but the weights from a checkpoint and its state."""
+    """Load everything except the weights from a checkpoint and its state."""
     checkpoint.load_optimizer(path, run.model, run.optimizer)
     run.step = run.first_step = run.saved_step = state["step"]
     run.loader.position = state["position"]
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
-    # JSON has turned the steps into text.
+    # JSON turned the steps into text.
     run.losses = {int(step): loss for step, loss in state["losses"].items()}
     run.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
-    # A checkpoint is written before it is validated. The last one's validation is in summary.json.
+    # Runs save before they validate, so only summary.json has the last validation loss.
     summary = read_summary(run.out_dir)
     if summary.get("steps") == run.step and "val_loss" in summary:
         run.val_losses[run.step] = summary["val_loss"]
@@ -86,7 +86,7 @@ def restore(run: Run, path: Path, state: dict):
 def save(run: Run):
     """Compare the weights of all ranks, and write a checkpoint on the main rank."""
     reset_watchdog()
-    # A rank that drifts away, for example on a faulty GPU, would not show in the averaged loss.
+    # The averaged loss would not show that a rank has drifted away, say on a faulty GPU.
     check_ranks_agree(run.model, run.step, run.world)
     run.world.call_on_main(write_checkpoint, run)
     run.saved_step = run.step
@@ -95,8 +95,8 @@ def save(run: Run):
 
 def write_checkpoint(run: Run):
     started = time.perf_counter()
-    # A background thread would have to copy everything first, and save some two seconds of 250
-    # steps.
+    # A background thread would have to copy everything first, and would gain only about two seconds
+    # per 250 steps.
     path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
     if not run.has_read_back:
         checkpoint.check_readable(path, run.model, run.optimizer)
@@ -114,27 +114,27 @@ def draw(run: Run):
     title = f"{run.config.model}, {run.config.steps:,} steps of {run.config.batch_tokens:,} tokens"
     try:
         log.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
-    except Exception as error:  # a picture is no reason to end a run
+    except Exception as error:  # a picture must not end a run
         run.log.print(f"no loss.png: {error}")
 
 
 def stop(run: Run) -> int:
     """Say how to continue a run that a signal stopped, and return its exit code."""
-    run.signals.phase = Phase.ENDED
+    run.signals.phase = Phase.LEAVING
     program = "python" if run.world.size == 1 else "torchrun (as before)"
     draw(run)
-    run.log.record(stopped=run.step)  # the last record, which a job's script looks for
+    run.log.record(stopped=run.step)  # the last record; a job script looks for it
     command = f"{program} train_gpt2.py --resume --out-dir {shlex.quote(str(run.out_dir))}"
     run.log.print(f"stopped after step {run.step}, which is saved; to continue: {command}")
     return STOPPED
 
 
 def finish(run: Run):
-    """Write summary.json, which marks the run as complete, and the last lines."""
-    run.signals.phase = Phase.ENDED
+    """Write summary.json, which marks the run as complete, and print the last lines."""
+    run.signals.phase = Phase.LEAVING
     if not run.world.is_main:
         return
-    # Only after the last evaluation: a run that is killed during it is not complete.
+    # Not before the last evaluation: a run that is killed during it is not complete.
     path = run.out_dir / f"step_{run.step:06d}"
     summary = {"steps": run.step, "checkpoint": path.name}
     text = f"done: {run.step:,} steps"
@@ -148,10 +148,10 @@ def finish(run: Run):
         text += f", best {summary['best_val_loss']:.4f} after step {best:,}"
         if best != run.step:
             best_path = path.with_name(f"step_{best:06d}")
-            sample += f"\nof the best: python sample.py {shlex.quote(str(best_path))}"
+            sample += f"\nbest checkpoint: python sample.py {shlex.quote(str(best_path))}"
     checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
     with whole_file(run.out_dir / SUMMARY) as f:
         f.write(as_json(summary))
     run.log.record(done=run.step)
     curves = f"curves: python benchmarks/plot.py {shlex.quote(str(run.out_dir))}"
-    run.log.print(f"{text}; written: {path}\n{sample}\n{curves}")
+    run.log.print(f"{text}; saved in {path}\n{sample}\n{curves}")

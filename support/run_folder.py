@@ -1,6 +1,6 @@
-"""The folder of a run: which one it is, its lock, and the names in it.
+"""A run's folder: how it is chosen and locked, and what is in it.
 
-.lock             held while a run writes into the folder
+.lock             locked while a run writes into the folder
 log.jsonl         what happened: see log.py
 step_000250/      a checkpoint: see checkpoint.py
 summary.json      written at the end of a run
@@ -36,8 +36,8 @@ def checkpoints(out_dir: Path) -> list[Path]:
 
 
 def choose_out_dir(name: str, resume: bool) -> Path:
-    """Return the folder that --out-dir names, or without a name the next free out/001, out/002, ...
-    (with resume: the newest). Raise UserError if it holds anything but this run."""
+    """Return the folder that --out-dir names. Without a name, return the next free one of out/001,
+    out/002, ..., or the newest to resume it. Raise UserError if it holds anything but this run."""
     if not name:
         runs = [p.name for p in Path("out").glob("*") if re.fullmatch("[0-9]{3,9}", p.name)]
         newest = max(map(int, runs), default=0)
@@ -51,22 +51,22 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     holds_run = bool(checkpoints(out_dir))
     if holds_run and not resume:
         raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
-    # A start that was stopped before its first checkpoint leaves these. plot.py adds its curves.
+    # A run stopped before its first checkpoint leaves these; plot.py adds curves*.png.
     unfinished = {path for path in out_dir.glob("step_[0-9]*.tmp") if path.is_dir()}
     others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log, out_dir / "wandb"}
     others -= set(out_dir.glob("curves*.png"))
     if not holds_run and (out_dir / SUMS).exists() and (out_dir / "state.json").exists():
         raise UserError(f"--out-dir {out_dir} is a checkpoint: name its run, {out_dir.parent}")
     if others and not holds_run:
-        raise UserError(f"--out-dir {out_dir} holds {min(others).name} and no run: name a new one")
+        raise UserError(f"--out-dir {out_dir} holds {min(others).name} but no run: name a new one")
     if log.is_symlink() or (log.exists() and not log.is_file()):
-        raise UserError(f"{log} is a link, or no file: remove it, or name another folder")
+        raise UserError(f"{log} is a link or not a file: remove it, or name another folder")
     return out_dir
 
 
 def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
-    """Make the folder of a run, and lock it until this process ends. Raise UserError if another
-    run has it, or took it after is_new was asked."""
+    """Make a run's folder, and lock it until this process ends. Raise UserError if another run has
+    it, or if it was new (is_new) and another run has used it since."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
@@ -84,20 +84,20 @@ def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
 
 
 def check_disk_space(out_dir: Path, num_params: int, keep: int):
-    """Raise UserError if the disk of out_dir, which may not exist yet, has no room for the
-    checkpoints to come: while one is written, `keep` older ones and the best one are there."""
+    """Raise UserError if the disk of out_dir, which may not exist yet, lacks space for the run's
+    checkpoints: while it writes one, `keep` older ones and the best one are still on disk."""
     num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
     # Weights and two moments in float32.
     num_bytes = num_more * 12 * num_params
     parents = [out_dir.absolute(), *out_dir.absolute().parents]
     free = shutil.disk_usage(next(path for path in parents if path.exists())).free
     if free < num_bytes:
-        room = f"{num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        room = f"{num_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
         raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: name another disk")
 
 
 def read_summary(out_dir: Path) -> dict:
-    """Return the content of summary.json, or {} if there is none that can be read."""
+    """Return the content of summary.json, or {} if it can't be read."""
     try:
         return dict(json.loads((out_dir / SUMMARY).read_bytes()))
     except (OSError, ValueError, TypeError):

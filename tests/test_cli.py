@@ -138,7 +138,7 @@ def test_a_flag_of_the_network_that_the_network_lacks_fails_at_the_start(monkeyp
     monkeypatch.setattr(
         config_module, "fields", lambda kind: fewer if kind is ComputeConfig else fields(kind)
     )
-    with pytest.raises(TypeError, match="--dropout has no field in GPTConfig"):
+    with pytest.raises(TypeError, match="--dropout is a field of neither GPTConfig"):
         resolved("")
 
 
@@ -214,7 +214,7 @@ MISTAKES = {
     "--model gpt2 --n-embd 32 --n-head 5": "--n-head 5 must divide --n-embd 32: try --n-head 4",
     "--bf16 --fp16": "--bf16 and --fp16 exclude each other: add --no-bf16 or --no-fp16",
     "--bf16-residual --no-bf16": "--bf16-residual needs --bf16: add it, or --no-bf16-residual",
-    "--tf32": "--tf32 needs an NVIDIA GPU of 2020 or later, this is cpu",
+    "--tf32": "--tf32 needs an NVIDIA GPU from 2020 or later; this is cpu",
     "--batch-tokens 100 --seq-len 16 --micro-batch-size 3": "not a multiple of 48 = .*: try .* 96",
     "--batch-tokens 8 --seq-len 16": "--batch-tokens 8 .* 16 = .*: try --batch-tokens 16",
 }

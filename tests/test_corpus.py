@@ -176,13 +176,13 @@ def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):
     check_data(data, 16, "unknown", 50257)
     with pytest.raises(UserError, match="--data-dir is in bytes: prepare it as --tokenizer gpt2"):
         check_data(data, 16, "gpt2", 50257)
-    with pytest.raises(UserError, match="holds token 256, the network knows 0 to 64"):
+    with pytest.raises(UserError, match="holds token 256, but the network only knows 0 to 64"):
         check_data(data, 16, "unknown", 65)
     with pytest.raises(ShardError, match="--seq-len 5000 needs"):
         check_data(data, 5000, "bytes", 257)
     others = folder_of(tmp_path / "others", [[np.arange(64)], [np.arange(65)]])
     check_data(others, 16, "unknown", 65)  # without a manifest, read to find its largest id
-    with pytest.raises(UserError, match="val_0.bin holds token 64, the network knows 0 to 63"):
+    with pytest.raises(UserError, match="val_0.bin holds token 64, but the network only knows 0 to 63"):
         check_data(others, 16, "unknown", 64)
 
 

@@ -58,7 +58,7 @@ REFUSED = {  # the first word is the file's name
     "train.bin, odd size": (RAW[:-1], "holds 999.5 tokens, its header says 999"),
     "train.bin, text": (b"To be, or not to be\n" * 50, "holds text, or 32-bit"),
     "train.bin, int32": (TOKENS.astype("<i4").tobytes(), "holds text, or 32-bit numbers"),
-    "train.bin, id too large": ((TOKENS + 49258).tobytes(), "holds 50257, no token of GPT-2's"),
+    "train.bin, id too large": ((TOKENS + 49258).tobytes(), "holds 50257, not one of GPT-2's"),
 }
 
 
@@ -201,7 +201,7 @@ def test_reading_ahead_changes_nothing(shards, monkeypatch):
 
 def test_a_shard_cut_while_in_use_is_an_error_that_names_it(shards):
     os.truncate(shards[2].path, shards[2].path.stat().st_size - 1)
-    with pytest.raises(DamagedShard, match="train_2.bin is cut before token 17: copy it again"):
+    with pytest.raises(DamagedShard, match="train_2.bin ends before token 17: copy it again"):
         ShardLoader(shards, 44, T).next_batch()
 
 

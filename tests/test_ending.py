@@ -55,7 +55,7 @@ def test_a_signal_waits_for_unsaved_steps_and_a_second_one_for_nothing(name, cap
         signals.received_at -= ending.SECOND_SIGNAL_S
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-        signals.phase = Phase.ENDED
+        signals.phase = Phase.LEAVING
         signal.raise_signal(number)
     assert signal.getsignal(number) == before and capfd.readouterr().err == ""
 

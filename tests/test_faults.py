@@ -504,7 +504,7 @@ def test_a_folder_with_files_of_the_user_and_no_run_is_refused(trial, name):
         (folder / name).write_text("mine")
     for line in (trial.command(), trial.command()[:-1]):
         code, _, err = train([*line, "--log-every", "1"], trial.folder)
-        assert code == 2 and f"--out-dir run holds {name} and no run" in err
+        assert code == 2 and f"--out-dir run holds {name} but no run" in err
     trial.train(out_dir=None, log_every=1)
     assert content(trial.out_dir) == content(trial.folder / "out/2024") == {name: b"mine"}
 

@@ -64,7 +64,7 @@ def test_a_run_says_what_it_is_and_ends_with_the_next_commands(data_dir, tmp_pat
     val_losses = records(tmp_path / "a run", "val_loss")
     best = min(val_losses, key=val_losses.get)
     assert done.startswith(f"done: 12 steps, validation {val_losses[12]:.4f}, best ")
-    assert f"{val_losses[best]:.4f} after step {best}; written: a run/step_000012" in done
+    assert f"{val_losses[best]:.4f} after step {best}; saved in a run/step_000012" in done
     assert sample == "sample: python sample.py 'a run'"
     assert curves == "curves: python benchmarks/plot.py 'a run'"
 
@@ -73,7 +73,7 @@ def test_the_end_names_the_best_checkpoint_if_it_is_not_the_last(data_dir, tmp_p
     line = flags(data_dir=data_dir, out_dir="run", eval_every=4, learning_rate=0)  # all are alike
     code, out, err = train(line, tmp_path)
     assert code == 0, err
-    command = next(line for line in out.splitlines() if line.startswith("of the best: python "))
+    command = next(line for line in out.splitlines() if line.startswith("best checkpoint: python "))
     arguments = command.split()[5:]
     assert arguments == ["run/step_000004"]
     code, _, err = train([*arguments, "--sample-tokens=3", "--prompt="], tmp_path, script="sample")
@@ -136,7 +136,7 @@ def test_what_is_missing_on_this_machine_is_told(monkeypatch):
     for gpu, version, is_told in cases:
         monkeypatch.setattr(shutil, "which", lambda name, gpu=gpu: gpu)
         hints = report.missing_parts({"device": "cpu", "torch": version}, "bytes")
-        assert any("this torch is for CPUs" in line for line in hints) == is_told
+        assert any("torch is for CPUs" in line for line in hints) == is_told
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "/nowhere")
     assert "TIKTOKEN_CACHE_DIR" in report.missing_parts({"device": "cuda", "torch": ""}, "gpt2")[0]
 

@@ -586,7 +586,7 @@ def test_each_line_of_a_pipe_is_a_prompt_and_an_empty_one_begins_a_document(whol
     command = [sys.executable, sample.__file__, *line]
     done = subprocess.run(command, input=b"abc\n\nxyz", capture_output=True, timeout=60)
     assert done.returncode == 0 and done.stderr.endswith(
-        b"reading prompts from stdin, one a line\n"
+        b"reading prompts from stdin, one per line\n"
     )
     first, of_none, third = done.stdout.decode().split("\n---\n")
     assert first.startswith("abc") and third.startswith("xyz") and first[3:] != third[3:]
@@ -673,7 +673,7 @@ def test_a_run_does_not_go_on_with_other_data(change, data_dir, tmp_path):
         assert code == 0, err
     else:
         assert code == 2
-        assert_one_line(err, "--data-dir .*own has other tokens than")
+        assert_one_line(err, "--data-dir .*own differs from the data that")
 
 
 # ---- The user's mistakes: one line with the flag and the cure, exit code 2, nothing written ------
@@ -717,7 +717,7 @@ MISTAKES = {
     "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: name another",
     "--out-dir run/summary.json/run": "--out-dir .*run/summary.json/run",
-    "--out-dir llama": "--out-dir llama holds train_0.bin and no run: name a new",
+    "--out-dir llama": "--out-dir llama holds train_0.bin but no run: name a new",
     "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2",
     "--out-dir run --resume --no-pad-vocab": "--no-pad-vocab: the run in run has --pad-vocab",
     "--out-dir run --resume --seed 7": "--seed 7: the run in run has --seed 1337: leave it out",
@@ -728,7 +728,7 @@ MISTAKES = {
     f"{WEIGHTS} weights50257": "--data-dir is in bytes.* --tokenizer gpt2",
     f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has --n-head 2: leave it out",
     f"{WEIGHTS} weights257 --seq-len 64": "--seq-len 64: weights257 has --seq-len 16: leave it out",
-    f"{WEIGHTS} weights100": "token 256, the network knows 0 to 99",
+    f"{WEIGHTS} weights100": "token 256, but the network only knows 0 to 99",
     "--sample-only": "--sample-only here is a program, sample.py",
 }
 
@@ -751,7 +751,7 @@ def test_a_mistake_is_one_line(line, data_dir, wrong_things, monkeypatch, capsys
 def test_an_evaluation_without_weights_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train_gpt2.main(["--eval-only", "--resume", "--out-dir=new"]) == 2
-    assert_one_line(capsys.readouterr().err, "no checkpoint in new: name a run by --out-dir")
+    assert_one_line(capsys.readouterr().err, "no checkpoint in new: name a run with --out-dir")
     assert not os.listdir()
 
 
