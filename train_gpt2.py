@@ -110,7 +110,7 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim
     ]
     betas = (config.beta1, 0.95)
     # Speed-up 6. None, not False: torch then picks the fastest unfused implementation.
-    options = {"lr": config.learning_rate, "betas": betas, "fused": config.fused or None}
+    options: dict = {"lr": config.learning_rate, "betas": betas, "fused": config.fused or None}
     if config.muon:
         return MuonAdamW(groups, model.matrices(), config.bf16, world, **options)
     return torch.optim.AdamW(groups, **options)

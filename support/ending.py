@@ -95,7 +95,7 @@ class Phase(Enum):
     STARTING = auto()  # nothing is saved yet: stop at once
     SAVED = auto()  # every step is saved, as in an evaluation: stop at once
     UNSAVED = auto()  # some steps are unsaved: finish the step, save, stop
-    LEAVING = auto()  # everything is saved, and the process is about to end: ignore the signal
+    LEAVING = auto()  # everything is saved, and the process is ending: ignore the signal
 
 
 class StopSignals:

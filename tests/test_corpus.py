@@ -182,7 +182,7 @@ def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):
         check_data(data, 5000, "bytes", 257)
     others = folder_of(tmp_path / "others", [[np.arange(64)], [np.arange(65)]])
     check_data(others, 16, "unknown", 65)  # without a manifest, read to find its largest id
-    with pytest.raises(UserError, match="val_0.bin holds token 64, but the network only knows 0 to 63"):
+    with pytest.raises(UserError, match="holds token 64, but the network only knows 0 to 63"):
         check_data(others, 16, "unknown", 64)
 
 

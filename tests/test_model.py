@@ -376,5 +376,6 @@ def test_the_order_of_tokens_matters(flash, name):
     shape, also of those that somebody adds."""
     config = GPTConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=2, n_embd=16)
     config = replace(config, **{name: not getattr(config, name)})
-    last = GPT(config, ComputeConfig(flash), seed=1).eval().logits(torch.tensor([[1, 2, 3], [2, 1, 3]]))[:, -1, :16]
+    model = GPT(config, ComputeConfig(flash), seed=1).eval()
+    last = model.logits(torch.tensor([[1, 2, 3], [2, 1, 3]]))[:, -1, :16]
     assert (last[0] - last[1]).abs().max() > 1e-6
