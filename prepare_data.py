@@ -48,7 +48,7 @@ from support.ending import DISK_ERRNOS, INTERRUPTED, DiskError, UserError, print
 from support.files import sync, whole_file
 from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
 from support.log import is_terminal
-from support.tokenizer import load_tokenizer, missing_vocab, require_tokenizer
+from support.tokenizer import require_tokenizer
 
 DATASETS = {  # on the hub, and how their shards are called
     "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),  # 1,001 shards
@@ -185,8 +185,7 @@ def end_with_parent():
 
 def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Batch, np.ndarray]]:
     """Yield each batch with its tokens, in order. For bytes workers would take longer than none."""
-    if config.tokenizer == "gpt2" and missing_vocab():
-        load_tokenizer("gpt2", may_download=True)  # once, before each worker would
+    require_tokenizer(config.tokenizer, may_download=True)  # once, before each worker would
     if not config.workers or config.tokenizer == "bytes":
         for batch in todo:
             yield batch, tokenize(config.tokenizer, batch.parts)
@@ -440,7 +439,7 @@ def download(config: PrepareConfig):
         publish_shard(path, folder / name, split, manifest)
     lines = []
     try:  # the run's samples, bits per byte and questions need it, perhaps without a network
-        load_tokenizer("gpt2", may_download=True)
+        require_tokenizer("gpt2", may_download=True)
     except UserError as error:
         lines = [f"GPT-2's vocabulary is missing: {error}"]
     report(folder, manifest, lines)

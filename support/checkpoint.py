@@ -3,7 +3,7 @@
 A checkpoint is a folder, step_000250, and a model for Hugging Face's tools:
     config.json             the shape of the network
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
-    tokenizer*.json, vocab.json, merges.txt      if the tokenizer is installed
+    vocab.json, merges.txt, tokenizer_config.json      the tokenizer, if it is known
     optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
     state.json              everything else that a resume needs: see state_of in run.py
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
@@ -31,7 +31,7 @@ from support import pretrained
 from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
 from support.files import sync
 from support.run_folder import SUMS, checkpoints, step_of
-from support.tokenizer import Tokenizer, as_json, load_tokenizer, provide_vocab
+from support.tokenizer import Tokenizer, as_json, load_tokenizer
 
 FORMAT = 4  # of state.json
 REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
@@ -226,7 +226,6 @@ def find_weights(name: str) -> Path:
 def open_model(path: Path) -> tuple[GPT, str]:
     """Return the network in a checkpoint or another file or folder of weights, and the name of its
     tokenizer. Raise UserError if there is no network, or a damaged one."""
-    provide_vocab(path)
     source = pretrained.read(path)
     model = GPT(source.shape).eval()
     pretrained.load_weights(model, source)

@@ -14,6 +14,7 @@ from torch import Tensor
 from dataloader import VOCAB_SIZES
 from model import GPT, GPTConfig
 from support.ending import UserError
+from support.tokenizer import load_gpt2
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores them as (in, out)
 HUB_FILES = ["config.json", "*.safetensors", "merges.txt", "vocab.json"]
@@ -92,6 +93,7 @@ def read(path: Path) -> Pretrained:
     """Return the weights in a folder in Hugging Face's format, or in a .pt of nanoGPT's kind."""
     if path.name == "model.safetensors":
         path = path.parent
+    load_gpt2(path if path.is_dir() else path.parent)
     try:
         return read_hf(path) if path.is_dir() else read_nanogpt(path)
     except UserError:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from config import TrainConfig, has_moved
 from support.cli import spell, typed_as
 from support.run import Run
-from support.tokenizer import missing_vocab, vocab_cure
+from support.tokenizer import load_tokenizer, vocab_cure
 
 OVERFITTING_CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
 
@@ -79,7 +79,7 @@ def hints(run: Run) -> list[str]:
     config, env = run.config, run.environment
     lines = []
     if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
-        lines.append(f"on bytes, since GPT-2's vocabulary is not here: {vocab_cure()}")
+        lines.append(f"on bytes, since GPT-2's vocabulary is not on this machine: {vocab_cure()}")
     if num_epochs(run) > 5:
         lines.append(
             f"{num_epochs(run):.0f} epochs: the network may learn its text by heart, and the"
@@ -95,8 +95,10 @@ def missing_parts(env: dict, tokenizer: str) -> list[str]:
     lines = []
     if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):
         lines.append("an NVIDIA GPU is here, but this torch is for CPUs: see pytorch.org")
-    if tokenizer == "gpt2" and missing_vocab():
-        lines.append(f"checkpoints lack the tokenizer, which is not here: {vocab_cure()}")
+    if tokenizer == "gpt2" and not load_tokenizer("gpt2"):
+        lines.append(
+            f"checkpoints lack the tokenizer, which is not on this machine: {vocab_cure()}"
+        )
     return lines
 
 

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 import prepare_data
 from dataloader import VOCAB_SIZES, open_folder
 from support import inputs
+from support.tokenizer import load_tokenizer
 
 
 class Killed(BaseException):
@@ -117,8 +118,7 @@ def test_gpt2s_tokens_of_pieces_are_those_of_the_document(document):
 
 
 def test_without_a_network_the_message_names_the_files_to_fetch(tmp_path, monkeypatch, capsys):
-    prepare_data.load_tokenizer.cache_clear()
-    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})  # it remembers what other tests loaded
+    monkeypatch.setattr("support.tokenizer.TOKENIZERS", {})  # other tests may have loaded it
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     for name in ("https_proxy", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
@@ -218,7 +218,7 @@ def test_workers_change_no_byte_and_the_tokens_are_the_tokenizers(tokenizer, tmp
     found = documents_of(folders[0], "train", end_of_text) + documents_of(
         folders[0], "val", end_of_text
     )
-    encode = prepare_data.load_tokenizer(tokenizer).encode_bytes
+    encode = load_tokenizer(tokenizer).encode_bytes
     texts = [Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf") for file in files]
     assert sorted(found) == sorted(encode(text).tolist() for text in texts if text)
 
