@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -34,37 +33,35 @@ def as_json(value: dict) -> bytes:
 
 
 class Tokenizer:
-    """A tokenizer with the content of vocab.json and merges.txt, by file name."""
+    """Each byte of UTF-8 is a token, the last token is <|endoftext|>: a BPE without merges."""
 
-    hf_options: dict[str, bool] = {}
+    hf_options = {"split_special_tokens": True}  # <|endoftext|> inside a text is ordinary text
+    vocab_files = {
+        "vocab.json": as_json(BYTES | {END_OF_TEXT: 256}),
+        "merges.txt": b"#version: 0.2\n",
+    }
 
-    def __init__(self, vocab_files: dict[str, bytes]):
-        self.vocab_files = vocab_files
-        ids = json.loads(vocab_files["vocab.json"])
+    def __init__(self):
+        ids = json.loads(self.vocab_files["vocab.json"])
         self.tokens = [bytes(map(BYTES.__getitem__, token)) for token in sorted(ids, key=ids.get)]
+        self.end_of_text = len(ids) - 1
+        # The number of bytes of each id, int64 (65536,): 0 for <|endoftext|>.
+        self.lengths = np.zeros(1 << 16, np.int64)
+        self.lengths[: self.end_of_text] = [len(token) for token in self.tokens[:-1]]
+
+    def encode_bytes(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_bytes(text.encode()).tolist()
-
-    def encode_bytes(self, text: bytes) -> np.ndarray:
-        """Return the tokens of a text in UTF-8. <|endoftext|> inside it is ordinary text."""
-        raise NotImplementedError
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Bytes that are no whole character become U+FFFD."""
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token, which may be a part of a character. Ids beyond the last
-        token, which pad some weights, have none."""
+        """Return the bytes of one token. Ids beyond the last, which pad some weights, have none."""
         return self.tokens[token] if token < len(self.tokens) else b""
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """The number of bytes of each id, int64 (65536,): 0 for <|endoftext|>."""
-        lengths = np.zeros(1 << 16, np.int64)
-        lengths[: len(self.tokens) - 1] = [len(token) for token in self.tokens[:-1]]
-        return lengths
 
     def files(self, seq_len: int) -> dict[str, bytes]:
         """Return the files that transformers.AutoTokenizer loads, by name."""
@@ -72,28 +69,18 @@ class Tokenizer:
         return self.vocab_files | {"tokenizer_config.json": as_json(config | self.hf_options)}
 
 
-class ByteTokenizer(Tokenizer):
-    """Each byte is a token; 256 is <|endoftext|>. For Hugging Face that is a BPE without merges."""
-
-    hf_options = {"split_special_tokens": True}  # <|endoftext|> inside a text is ordinary text
-
-    def __init__(self):
-        vocab = as_json(BYTES | {END_OF_TEXT: 256})
-        super().__init__({"vocab.json": vocab, "merges.txt": b"#version: 0.2\n"})
-
-    def encode_bytes(self, text: bytes) -> np.ndarray:
-        return np.frombuffer(text, np.uint8)
-
-
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding, by tiktoken; 50256 is <|endoftext|>."""
+    """GPT-2's byte-pair encoding, by tiktoken."""
+
+    hf_options: dict = {}  # in Hugging Face's, <|endoftext|> inside a text ends it
 
     def __init__(self, vocab_files: dict[str, bytes]):
         import tiktoken  # not at the top: it takes 0.1 s
 
-        super().__init__(vocab_files)
+        self.vocab_files = vocab_files
+        super().__init__()
         ranks = {token: rank for rank, token in enumerate(self.tokens[:-1])}
-        special = {END_OF_TEXT: len(ranks)}
+        special = {END_OF_TEXT: self.end_of_text}
         self.encoding = tiktoken.Encoding(
             "gpt2", pat_str=WORD, mergeable_ranks=ranks, special_tokens=special
         )
@@ -102,7 +89,7 @@ class Gpt2Tokenizer(Tokenizer):
         return self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
 
 
-TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer()}  # loaded so far, by name
+TOKENIZERS: dict[str, Tokenizer] = {"bytes": Tokenizer()}  # loaded so far, by name
 
 
 def cached_files() -> dict[str, Path]:
@@ -125,8 +112,7 @@ def load_gpt2(folder: Path):
 
 
 def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
-    """Return a tokenizer, or None if its name is unknown, or its files are neither on this machine
-    nor may be downloaded."""
+    """Return a tokenizer, or None if it is unknown or not on this machine."""
     if name == "gpt2" and name not in TOKENIZERS and (may_download or not missing_vocab()):
         from tiktoken.load import read_file_cached
 
@@ -135,7 +121,7 @@ def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
         except OSError as error:  # without a network requests fails in many ways
             if error.errno in DISK_ERRNOS:
                 raise
-            raise UserError(f"no network: {offline_cure()}, or use --tokenizer bytes") from error
+            raise UserError(f"no network: {vocab_cure()}, or use --tokenizer bytes") from error
         TOKENIZERS[name] = Gpt2Tokenizer(files)
     return TOKENIZERS.get(name)
 
@@ -150,10 +136,8 @@ def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
 
 
 def vocab_cure() -> str:
+    """Return how to get GPT-2's files, with a network and without."""
     code = "import tiktoken; tiktoken.get_encoding('gpt2')"
-    return f'run python -c "{code}", or without a network {offline_cure()}'
-
-
-def offline_cure() -> str:
     files = " and ".join(f"{URLS[name]} as {path.name}" for name, path in cached_files().items())
-    return f"download {files} on another machine, and set TIKTOKEN_CACHE_DIR to their folder"
+    cure = f"download {files} on another machine, and set TIKTOKEN_CACHE_DIR to their folder"
+    return f'run python -c "{code}", or without a network {cure}'
