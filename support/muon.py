@@ -11,13 +11,13 @@ from support.ranks import World
 
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2
-RMS = 0.2  # target size of an update: AdamW's typical value (Liu et al.)
+RMS = 0.2  # target size of an update: typical of AdamW (Liu et al.)
 # Entries that a rank makes orthogonal at a time: 128 MiB in float32, plus six times that in use.
 MAX_ENTRIES = 1 << 25
 
 
 class Matrix(NamedTuple):
-    """A matrix with its gradient and its state. They may be views into larger tensors."""
+    """A matrix with its gradient and state, perhaps views into larger tensors."""
 
     weight: Tensor  # (rows, columns)
     grad: Tensor  # (rows, columns)
@@ -31,21 +31,20 @@ class MuonAdamW(torch.optim.AdamW):
     Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
     matrix by the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), each
     row, which belongs to one neuron, is then divided by the root mean square of its past updates.
-    Last, the update is scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
+    Last, we scale the update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
     training"), so that one learning rate serves both:
     p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
-        """Take AdamW's groups and options, and the matrices: pairs of a parameter and the rows of
-        each matrix that is stacked in it. They are made orthogonal in bfloat16 if bf16 is set, and
-        the ranks of world share that work."""
+        """Take AdamW's groups and options, and pairs of a parameter and the rows of each matrix
+        that is stacked in it. With bf16, make these matrices orthogonal in bfloat16."""
         super().__init__(groups, **options)
         self.matrices = matrices
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.world = world
 
     def __setstate__(self, state: dict):
-        # load_state_dict calls this. AdamW's own version expects a step count for each parameter.
+        # load_state_dict calls this. AdamW's version expects a step count for each parameter.
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
@@ -90,16 +89,14 @@ class MuonAdamW(torch.optim.AdamW):
     def orthogonal(self, tensors: list[Tensor]) -> Tensor:
         """Return tensors of one shape made orthogonal: (n, rows, columns) float32. Each rank
         computes a share of them, and the ranks exchange the results."""
-        size = self.world.size
+        rank, size = self.world.rank, self.world.size
         if size == 1:
             return orthogonalize(torch.stack(tensors), self.dtype).float()
         share = math.ceil(len(tensors) / size)
-        first = share * self.world.rank
-        mine = tensors[first : first + share]  # the last ranks may have fewer
+        of_rank = tensors[rank * share : (rank + 1) * share]  # the last ranks may have fewer
         results = tensors[0].new_zeros((size, share, *tensors[0].shape), dtype=self.dtype)
-        if mine:
-            result = orthogonalize(torch.stack(mine), self.dtype)
-            results[self.world.rank, : len(mine)] = result
+        if of_rank:
+            results[rank, : len(of_rank)] = orthogonalize(torch.stack(of_rank), self.dtype)
         self.world.gather_rows(results)
         return results.flatten(0, 1)[: len(tensors)].float()
 

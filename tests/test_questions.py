@@ -78,7 +78,7 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
     path = str(jsonl(tmp_path / "a.jsonl", HELLASWAG))
     with pytest.raises(UserError, match="the data's tokenizer, unknown, is not on this machine"):
         open_examples(path, 65, "unknown")
-    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda name: None)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *_: None)
     with pytest.raises(
         UserError, match="gpt2, is not on this machine: run python .* TIKTOKEN_CACHE_DIR"
     ):
