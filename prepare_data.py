@@ -345,9 +345,8 @@ def fetch(repository: str, name: str, folder: Path) -> Path:
     """Download a file, or what is missing of it, from the hub, and return its path."""
     from huggingface_hub import hf_hub_download
 
-    where = folder / ".download"
     try:
-        return Path(hf_hub_download(repository, name, repo_type="dataset", local_dir=where))
+        return Path(hf_hub_download(repository, name, repo_type="dataset", local_dir=folder))
     except Exception as error:  # the library raises many kinds, and httpx others
         if getattr(error, "errno", None) in DISK_ERRNOS:
             raise
@@ -368,7 +367,7 @@ def download(config: PrepareConfig):
         names = [entry["name"] for entry in manifest[split]["shards"]]
         if name in names and (folder / name).exists():
             continue
-        path = fetch(repository, name, folder)
+        path = fetch(repository, name, folder / ".download")
         try:
             shard = replace(open_shard(path), max_id=VOCAB_SIZES["gpt2"] - 1)
             tokens = shard.read(0, shard.num_tokens)  # raises if an id is larger
@@ -387,7 +386,8 @@ def download_questions(config: PrepareConfig):
     """Fetch HellaSwag's validation split, and write it as JSON lines."""
     import pyarrow.parquet
 
-    path = fetch("Rowan/hellaswag", "data/validation-00000-of-00001.parquet", config.folder)
+    folder = config.folder / ".download"
+    path = fetch("Rowan/hellaswag", "data/validation-00000-of-00001.parquet", folder)
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:

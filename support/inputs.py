@@ -119,8 +119,8 @@ class Reader:
             # An empty extra cell is only a comma at the end of a row. Others may be the rest of a
             # text with commas and without quotes: without them it would be another text.
             if any(record.pop(EXTRA_CELLS, [])):
-                where += f" (the header: {', '.join(record)})"
-                self.note("skipped, more cells than the header (quotes missing?)", where)
+                header = f"{where} (the header: {', '.join(record)})"
+                self.note("skipped, more cells than the header (quotes missing?)", header)
                 return None
             if self.text_field not in record:
                 names = ", ".join(map(str, record))

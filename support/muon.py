@@ -12,8 +12,7 @@ from support.ranks import World
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2
 RMS = 0.2  # target size of an update: typical of AdamW (Liu et al.)
-# Entries that a rank makes orthogonal at a time: 128 MiB in float32, plus six times that in use.
-MAX_ENTRIES = 1 << 25
+MAX_ENTRIES = 1 << 25  # that a rank makes orthogonal at a time, in 7 times 128 MiB of memory
 
 
 class Matrix(NamedTuple):
@@ -26,11 +25,9 @@ class Matrix(NamedTuple):
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Muon for the matrices that it is given, AdamW for all other parameters.
-
-    Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
-    matrix by the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), each
-    row, which belongs to one neuron, is then divided by the root mean square of its past updates.
+    """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
+    matrix with the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), we
+    then divide each row, which belongs to one neuron, by the root mean square of its past updates.
     Last, we scale the update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
     training"), so that one learning rate serves both:
     p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
@@ -55,14 +52,13 @@ class MuonAdamW(torch.optim.AdamW):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
                 state["row_moment"] = p.new_zeros(len(p), 1)
-            weights = p.split(rows)  # views, as are the next three
+            weights = p.split(rows)  # a view, like the next three
             grads = p.grad.split(rows)
             momenta = state["momentum_buffer"].split(rows)
             row_moments = state["row_moment"].split(rows)
             for views in zip(weights, grads, momenta, row_moments, strict=True):
-                matrix = Matrix(*views)
-                by_shape[matrix.weight.shape].append(matrix)
-            p.grad = None  # which makes AdamW skip it
+                by_shape[views[0].shape].append(Matrix(*views))
+            p.grad = None  # so that AdamW skips it
         super().step()
         for shape, matrices in by_shape.items():
             batch_size = max(1, MAX_ENTRIES // shape.numel()) * self.world.size
@@ -102,9 +98,9 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return roughly the nearest matrices whose singular values are all 1: (n, rows, columns) in
-    dtype. Five steps of a Newton-Schulz iteration, with Jordan's coefficients. In float32, singular
-    values above a 500th of the matrix's norm end between 0.68 and 1.21."""
+    """Return roughly the nearest orthogonal matrices: (n, rows, columns) in dtype. Five steps of a
+    Newton-Schulz iteration with Jordan's coefficients. In float32, singular values above a 500th
+    of the matrix's norm end between 0.68 and 1.21."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if is_tall else matrices
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)

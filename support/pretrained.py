@@ -132,8 +132,7 @@ def from_hf(settings: dict, tensors: dict[str, Tensor], folder: Path) -> Pretrai
         if name.endswith(CONV1D):
             weights[name] = tensor.transpose(0, -1)
     if OUR_KEY in settings:
-        # A field added to GPTConfig since then has its default.
-        ours = settings[OUR_KEY]
+        ours = settings[OUR_KEY]  # a field added to GPTConfig since then has its default
         return checked(folder, ours["shape"], weights, str(ours["tokenizer"]))
     for name, values in HF_SETTINGS.items():
         value = settings.get(name, values[0])
@@ -150,8 +149,7 @@ def read_nanogpt(path: Path) -> Pretrained:
     shape = {name: settings.get(theirs) for name, theirs in NANOGPT_SHAPE.items()}
     weights = renamed(saved["model"])
     if not any(name.endswith("bias") for name in weights):
-        # nanoGPT's --bias=False: we set them to 0
-        for name in weights.keys() - {WTE, WPE}:
+        for name in weights.keys() - {WTE, WPE}:  # nanoGPT's --bias=False is biases of 0
             weights[f"{name.removesuffix('weight')}bias"] = torch.zeros(len(weights[name]))
     if shape["vocab_size"] == 50304:  # both pad GPT-2's vocabulary
         shape["vocab_size"] = VOCAB_SIZES["gpt2"]
@@ -160,8 +158,7 @@ def read_nanogpt(path: Path) -> Pretrained:
 
 
 def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pretrained:
-    """Return weights in float32; without a tokenizer, guess it. Raise UserError unless they are
-    finite and fit a network of this shape."""
+    """Return weights in float32. Raise UserError unless they are finite and fit this shape."""
     config = GPTConfig(**shape)
     if config.n_layer > len(weights):  # before we build a network of so many layers
         raise UserError(f"{path} holds {len(weights)} tensors for {config.n_layer} layers")
@@ -186,11 +183,8 @@ def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pret
 
 def renamed(weights: dict) -> dict:
     """Return weights with the names of GPT's parameters."""
-    return {
-        f"transformer.{re.sub(WRAPPERS, '', name)}": tensor
-        for name, tensor in weights.items()
-        if not name.endswith(UNUSED)
-    }
+    used = {name: tensor for name, tensor in weights.items() if not name.endswith(UNUSED)}
+    return {f"transformer.{re.sub(WRAPPERS, '', name)}": used[name] for name in used}
 
 
 def read_file(path: Path) -> dict:
