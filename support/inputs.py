@@ -116,8 +116,8 @@ class Reader:
         text = record
         if isinstance(record, dict):
             text = record.get(self.text_field)
-            # An empty extra cell is only a comma at the end of a row. Others may be the rest of a
-            # text with commas and without quotes: without them it would be another text.
+            # An empty extra cell comes from a comma at the end of a row. Any other may be the rest
+            # of an unquoted text with commas: without it we would read another text.
             if any(record.pop(EXTRA_CELLS, [])):
                 header = f"{where} (the header: {', '.join(record)})"
                 self.note("skipped, more cells than the header (quotes missing?)", header)

@@ -35,7 +35,8 @@ def as_json(value: dict) -> bytes:
 class Tokenizer:
     """Each byte of UTF-8 is a token, the last token is <|endoftext|>: a BPE without merges."""
 
-    hf_options = {"split_special_tokens": True}  # <|endoftext|> inside a text is ordinary text
+    # <|endoftext|> inside a text is ordinary text.
+    hf_options = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
     vocab_files = {
         "vocab.json": as_json(BYTES | {END_OF_TEXT: 256}),
         "merges.txt": b"#version: 0.2\n",
@@ -72,7 +73,7 @@ class Tokenizer:
 class Gpt2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding, by tiktoken."""
 
-    hf_options: dict = {}  # in Hugging Face's, <|endoftext|> inside a text ends it
+    hf_options: dict = {}  # as OpenAI's on the hub, where <|endoftext|> inside a text ends it
 
     def __init__(self, vocab_files: dict[str, bytes]):
         import tiktoken  # not at the top: it takes 0.1 s
@@ -131,7 +132,7 @@ def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
     tokenizer = load_tokenizer(name, may_download)
     if tokenizer is None:
         cure = f": {vocab_cure()}" if name == "gpt2" else ""
-        raise UserError(f"the data's tokenizer, {name}, is not on this machine{cure}")
+        raise UserError(f"there is no tokenizer called {name} on this machine{cure}")
     return tokenizer
 
 
