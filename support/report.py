@@ -96,9 +96,7 @@ def missing_parts(env: dict, tokenizer: str) -> list[str]:
     if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):
         lines.append("an NVIDIA GPU is here, but this torch is for CPUs: see pytorch.org")
     if tokenizer == "gpt2" and not load_tokenizer("gpt2"):
-        lines.append(
-            f"checkpoints lack the tokenizer, which is not on this machine: {vocab_cure()}"
-        )
+        lines.append(f"checkpoints will lack GPT-2's vocabulary: {vocab_cure()}")
     return lines
 
 
