@@ -16,16 +16,11 @@ import os
 import random
 import shlex
 import shutil
-import signal
 import sys
-import threading
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -34,7 +29,6 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from dataloader import (
-    HEADER_BYTES,
     MANIFEST,
     TOKEN,
     VOCAB_SIZES,
@@ -43,14 +37,15 @@ from dataloader import (
     read_manifest,
     shard_header,
 )
+from support import ending
 from support.cli import flag, parse, spell
-from support.ending import DISK_ERRNOS, INTERRUPTED, DiskError, UserError, printable
+from support.ending import DISK_ERRNOS, DiskError, UserError, print_error
 from support.files import sync, whole_file
 from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
-from support.log import is_terminal
-from support.tokenizer import load_tokenizer, missing_vocab, require_tokenizer
+from support.log import is_terminal, show
+from support.tokenizer import Tokenizer, require_tokenizer
 
-DATASETS = {  # on the hub, and how their shards are called
+DATASETS = {  # name -> repository on the Hugging Face hub, and what its shards' names begin with
     "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),  # 1,001 shards
     "fineweb": ("kjj0/fineweb10B-gpt2", "fineweb"),  # 103
 }
@@ -69,7 +64,7 @@ class PrepareConfig:
     shard_tokens: int = flag(100_000_000, "tokens per shard", min=1024)
     val_fraction: float = flag(0.01, "share of documents for validation", min=1e-5, max=0.5)
     seed: int = flag(1337, "seed of the choice of these documents", min=0)
-    workers: int = flag(0, "processes for gpt2's tokens (default: one per core)", min=0, max=61)
+    workers: int = flag(os.cpu_count() or 1, "threads for gpt2's tokens (default: one per core)")
     shards: int = flag(100, "training shards of 100M tokens", min=1)
 
     @property
@@ -82,37 +77,30 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     if argv and not argv[0].startswith("-"):
         raise UserError(f"did you mean --input {shlex.join(argv)}?")
     typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
-    sources = [name for name in ("input", "download", "verify") if typed.get(name)]
     if "shards" in typed and "download" not in typed:
         raise UserError(f"--shards {typed['shards']} needs --download: name what to fetch")
-    unfit = []
-    if "download" in sources or "verify" in sources:
-        unfit = [name for name in (*TEXT_FLAGS, "workers") if name in typed]
-    if len(sources) > 1 or unfit:
-        names = " and ".join(map(spell, sources + unfit))
-        raise UserError(f"{names} do not go together: leave one out")
-    if typed.get("tokenizer") == "gpt2":
-        typed.setdefault("workers", min(os.cpu_count() or 1, 61))
+    names = [name for name in ("input", "download", "verify") if typed.get(name)]
+    if names in (["download"], ["verify"]):
+        names += [name for name in (*TEXT_FLAGS, "workers") if name in typed]
+    if len(names) > 1:
+        raise UserError(f"{' and '.join(map(spell, names))} do not go together: leave one out")
     config = PrepareConfig(**typed)
     if not config.data_dir and (config.input or config.verify):
-        raise UserError(f"--{sources[0]} needs --data-dir, for example --data-dir data/book")
+        raise UserError(f"--{names[0]} needs --data-dir, for example --data-dir data/book")
     return config
 
 
-# ---- Text, split into training and validation ----------------------------------------------------
-
-
 class Batch(NamedTuple):
-    """About 512 KiB of text of one split, which a worker tokenizes."""
+    """About 512 KiB of text of one split: what a thread tokenizes at a time."""
 
     number: int  # from 1
     split: str
-    parts: list[tuple[bool, bytes]]  # does a document begin?, text
+    parts: list[tuple[bool, bytes]]  # whether a document begins with this text, and the text
 
 
 def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, BinaryIO]]:
-    """Yield for each document whether it is for validation, its size in bytes, and its text. The
-    split is a function of the document's number and the seed. The first one is for training."""
+    """Yield each document: whether it is for validation, its size in bytes, and its text. The seed
+    and the document's number decide the split. The first one is always for training."""
     rng = random.Random(config.seed)
     for number, (size, text) in enumerate(reader.documents()):
         is_val = number > 0 and rng.random() < config.val_fraction
@@ -120,22 +108,20 @@ def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int
 
 
 def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
-    """Yield all text. If there are too few documents for one to be drawn, as with a book, the last
-    tenth of each is for validation."""
+    """Yield all text. If no document is drawn for validation, as with a single book, the last tenth
+    of each one is."""
     peek = Reader(reader.files, reader.text_field)
     cuts_each = not any(is_val and size for is_val, size, _ in documents(peek, config))
     numbers = count(1)
-    parts: dict[str, list] = {"train": [], "val": []}  # of the batches that grow
-    sizes = {"train": 0, "val": 0}  # their bytes
+    parts: dict[str, list] = {"train": [], "val": []}  # of the next batch of each split
+    sizes = {"train": 0, "val": 0}  # its bytes
     for is_val, size, text in documents(reader, config):
-        begins = True
         val_start = 0 if is_val else sys.maxsize  # bytes before validation begins
         if cuts_each:
             val_start = size * 9 // 10
-        for split, piece in divided(text, val_start):
-            parts[split].append((begins, piece))
+        for i, (split, piece) in enumerate(divided(text, val_start)):
+            parts[split].append((i == 0, piece))
             sizes[split] += len(piece)
-            begins = False
             if sizes[split] >= 2 * PIECE:
                 yield Batch(next(numbers), split, parts[split])
                 parts[split] = []
@@ -157,53 +143,32 @@ def divided(stream: BinaryIO, val_start: int) -> Iterator[tuple[str, bytes]]:
         val_start -= len(piece)
 
 
-# ---- Tokens and shards ---------------------------------------------------------------------------
-
-
-def tokenize(name: str, parts: list[tuple[bool, bytes]]) -> np.ndarray:
+def tokenize(tokenizer: Tokenizer, parts: list[tuple[bool, bytes]]) -> np.ndarray:
     """Return the tokens of a batch, uint16; each document begins with <|endoftext|>."""
-    tokenizer = require_tokenizer(name, may_download=True)
-    end_of_text = np.array([VOCAB_SIZES[name] - 1], TOKEN)
-    tokens = [end_of_text[:0]]
+    tokens = [np.empty(0, TOKEN)]  # the last batch may have no parts
     for begins, text in parts:
         if begins:
-            tokens.append(end_of_text)
+            tokens.append(np.array([tokenizer.end_of_text], TOKEN))
         tokens.append(tokenizer.encode_bytes(text))
     return np.concatenate(tokens, dtype=TOKEN, casting="unsafe")
 
 
-def follow_parent():
-    """Leave Ctrl-C to the parent process, and end when it ends, even if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent():
-    parent_process().join()
-    os._exit(1)
-
-
 def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Yield each batch with its tokens, in order. For bytes workers would take longer than none."""
-    if config.tokenizer == "gpt2" and missing_vocab():
-        load_tokenizer("gpt2", may_download=True)  # once, before each worker would
-    if not config.workers or config.tokenizer == "bytes":
+    """Yield each batch with its tokens, in order. tiktoken lets threads run at the same time."""
+    tokenizer = require_tokenizer(config.tokenizer, may_download=True)
+    with ThreadPoolExecutor(config.workers or 1) as pool:
+        running: list = []
         for batch in todo:
-            yield batch, tokenize(config.tokenizer, batch.parts)
-        return
-    with ProcessPoolExecutor(config.workers, get_context("spawn"), follow_parent) as pool:
-        running: deque = deque()
-        for batch in todo:
-            running.append((batch, pool.submit(tokenize, config.tokenizer, batch.parts)))
-            if len(running) > 4 * config.workers + 16:  # enough while a shard is synchronized
-                batch, future = running.popleft()
+            running.append((batch, pool.submit(tokenize, tokenizer, batch.parts)))
+            if len(running) > 4 * config.workers + 8:  # enough work while a shard is written
+                batch, future = running.pop(0)
                 yield batch, future.result()
         for batch, future in running:
             yield batch, future.result()
 
 
 class Split:
-    """The shards of one split, the last of which is being written."""
+    """The shards of one split, and the tokens of the next one."""
 
     def __init__(self, folder: Path, name: str, manifest: dict):
         self.folder = folder
@@ -211,21 +176,17 @@ class Split:
         self.manifest = manifest
         self.shards = manifest[name]["shards"]
         self.shard_tokens = manifest["flags"]["shard_tokens"]
-        self.file: BinaryIO | None = None  # of the shard that is being written
-        self.num_tokens = 0  # in it
-        # The last batch of which there are tokens: its number, and how many of its tokens.
+        self.parts: list[np.ndarray] = []  # of the next shard
+        self.num_tokens = 0  # in them
+        # The last batch in shards and parts: its number, and how many of its tokens.
         self.end = self.shards[-1]["end"] if self.shards else [0, 0]
 
     def add(self, batch: Batch, tokens: np.ndarray):
-        """Write the tokens of a batch, less those that are in shards already."""
+        """Add the tokens of a batch, except those in shards already. Write each shard they fill."""
         start = self.end[1] if self.end[0] == batch.number else 0
         while start < len(tokens):
-            if self.file is None:
-                self.path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
-                self.file = open(self.path.with_suffix(".tmp"), "wb")
-                self.file.write(shard_header(0))  # until the number of tokens is known
             part = tokens[start : start + self.shard_tokens - self.num_tokens]
-            self.file.write(part.data)  # at once, while it is in the processor's cache
+            self.parts.append(part)
             self.num_tokens += len(part)
             start += len(part)
             self.end = [batch.number, start]
@@ -233,44 +194,33 @@ class Split:
                 self.finish_shard()
 
     def finish_shard(self):
-        self.file.seek(0)
-        self.file.write(shard_header(self.num_tokens))
-        self.close()
+        path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
+        write_shard(path, self.parts, self.name, self.manifest, self.end)
+        self.parts = []
         self.num_tokens = 0
-        publish_shard(self.path.with_suffix(".tmp"), self.path, self.name, self.manifest, self.end)
-
-    def close(self):
-        if self.file:
-            self.file.close()
-            self.file = None
 
 
-def publish_shard(source: Path, path: Path, split: str, manifest: dict, end: list | None = None):
-    """Rename a whole shard from source to path, and write the manifest with its entry."""
-    with open(source, "rb+") as file:
-        os.fsync(file.fileno())
-        content = file.read()
-    os.replace(source, path)
-    sync(path.parent)
-    tokens = np.frombuffer(content, TOKEN, offset=HEADER_BYTES)
+def write_shard(path: Path, parts: list, split: str, manifest: dict, end: list | None = None):
+    """Write a shard of these parts, arrays of tokens, and the manifest with its entry."""
+    num_tokens = sum(map(len, parts))
+    digest = hashlib.sha256()
+    with whole_file(path) as file:
+        for part in (shard_header(num_tokens), *parts):
+            file.write(part)
+            digest.update(part)
     end_of_text = VOCAB_SIZES[manifest["tokenizer"]["name"]] - 1
-    num_documents = 0
-    for start in range(0, len(tokens), PIECE):  # in parts that fit into the cache
-        part = tokens[start : start + PIECE]
-        num_documents += int(np.count_nonzero(part == end_of_text))
     entry = {
         "name": path.name,
-        "tokens": len(tokens),
-        "documents": num_documents,
-        "largest_id": int(tokens.max()),
-        "sha256": hashlib.sha256(content).hexdigest(),
+        "tokens": num_tokens,
+        "documents": sum(int(np.count_nonzero(part == end_of_text)) for part in parts),
+        "largest_id": max(int(part.max()) for part in parts),
+        "sha256": digest.hexdigest(),
     }
     if end:
         entry["end"] = end
     shards = manifest[split]["shards"]
-    shards[:] = [old for old in shards if old["name"] != path.name]  # it may be a damaged one
-    shards.append(entry)
-    shards.sort(key=lambda shard: shard["name"])
+    others = [old for old in shards if old["name"] != path.name]  # without a damaged one
+    shards[:] = sorted([*others, entry], key=lambda shard: shard["name"])
     with whole_file(path.with_name(MANIFEST)) as file:
         file.write(json.dumps(manifest, indent=1).encode())
 
@@ -288,10 +238,9 @@ def saved_manifest(folder: Path, tokenizer: str) -> dict:
 
 
 def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict:
-    """Return the manifest of what is in folder. Raise UserError if that has other flags, or was
-    made of other files."""
+    """Return the manifest in folder. Raise UserError if it has other flags or is of other text."""
     flags = {name: getattr(config, name) for name in TEXT_FLAGS}
-    # Of their content: times of change differ after a copy or download of the same text.
+    # Content identifies the files: a copy of the same text has other times of change.
     digests = "".join(map(sha256_of, files))
     digest = hashlib.sha256(digests.encode()).hexdigest()
     manifest = saved_manifest(folder, config.tokenizer)
@@ -302,7 +251,7 @@ def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict
     others = [name for name in flags if old.get(name) != flags[name]]
     reasons = [f"with {spell(name)} {old.get(name)}, not {flags[name]}" for name in others]
     if manifest.get("files") != digest:
-        reasons.append("of other text")
+        reasons.append("from other text")
     if reasons:
         raise UserError(f"{folder} was made {reasons[0]}: remove it, or name another --data-dir")
     for entry in shards:
@@ -311,41 +260,32 @@ def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict
 
 
 def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
-    """Write the shards and the manifest that are not in folder yet."""
+    """Write the shards that are not in folder yet, and the manifest."""
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
     ends = {name: split.end[0] for name, split in splits.items()}
     # Batches in shards are read again, since documents must be counted, but not tokenized.
     todo = (batch for batch in batches(reader, config) if batch.number >= ends[batch.split])
     total = sum(map(os.path.getsize, reader.files))
-    with (
-        closing(splits["train"]),
-        closing(splits["val"]),
-        tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar,
-    ):
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar:
         for batch, tokens in tokenized(todo, config):
             splits[batch.split].add(batch, tokens)
             bar.update(reader.position - bar.n)
-        for name, split in splits.items():
-            if not split.shards and split.num_tokens < 2:  # an input and its target
-                reasons = "; ".join(notes(reader)) or "add more text"
-                raise UserError(
-                    f"--input has {split.num_tokens} tokens for {name}, too few: {reasons}"
-                )
-        for split in splits.values():
-            if split.num_tokens:
-                split.finish_shard()
-
-
-# ---- Commands ------------------------------------------------------------------------------------
+    for name, split in splits.items():
+        if not split.shards and split.num_tokens < 2:  # an input and its target
+            why = "; ".join(notes(reader)) or "add more text"
+            raise UserError(f"--input has {split.num_tokens} tokens for {name}, too few: {why}")
+    for split in splits.values():
+        if split.num_tokens:
+            split.finish_shard()
 
 
 def prepare(config: PrepareConfig):
-    """Write config.folder, under another name until it is complete."""
+    """Write config.folder, which has another name until it is complete."""
     folder = config.folder
     unfinished = Path(f"{folder}.unfinished")
     files = files_in(config.input) if config.input else standard_library()
-    # Without those that this program has written itself, as with --input . --data-dir data.
-    written = {Path(os.path.abspath(folder)), Path(os.path.abspath(unfinished))}
+    # Leave out what this program wrote, as with --input . --data-dir data.
+    written = {Path(os.path.abspath(path)) for path in (folder, unfinished)}
     files = [file for file in files if written.isdisjoint(Path(os.path.abspath(file)).parents)]
     has_records = any(RECORDS.search(file.lower()) for file in files)
     if config.text_field != "text" and not has_records:
@@ -354,9 +294,9 @@ def prepare(config: PrepareConfig):
     reader = Reader(files, config.text_field)
     if folder.exists():
         if not (folder / MANIFEST).exists():
-            raise UserError(f"--data-dir {folder} exists, and holds something else: name another")
+            raise UserError(f"--data-dir {folder} exists and holds something else: name another")
         manifest = open_manifest(folder, config, files)
-        print("already complete:")
+        show("already complete:")
     else:
         unfinished.mkdir(parents=True, exist_ok=True)
         with FileLock(unfinished / ".lock", timeout=0):
@@ -364,9 +304,7 @@ def prepare(config: PrepareConfig):
                 manifest = open_manifest(unfinished, config, files)
                 write_shards(unfinished, manifest, reader, config)
             finally:
-                if not (
-                    unfinished / MANIFEST
-                ).exists():  # no shard is complete: nothing to continue
+                if not (unfinished / MANIFEST).exists():  # no shard is complete
                     shutil.rmtree(unfinished, ignore_errors=True)
         os.rename(unfinished, folder)
         sync(folder.parent)
@@ -384,40 +322,39 @@ def report(folder: Path, manifest: dict, lines: list[str]):
         tokens = sum(entry["tokens"] for entry in shards)
         num_documents = sum(entry.get("documents", 1) for entry in shards)
         documents = num_documents or "the last tenth of each, since there are too few to draw one"
-        print(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
+        show(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
     for line in [*lines, f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}"]:
-        print(printable(line.replace("\n", " ")))
+        show(line.replace("\n", " "))
 
 
 def verify(config: PrepareConfig):
-    """Read every shard again. Raise UserError if one is not what it was when it was written."""
+    """Compare every shard with its SHA-256 in the manifest. Raise UserError if one differs."""
     manifest = read_manifest(config.folder)
     num_damaged = 0
     for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
         path = config.folder / entry["name"]
         is_good = path.is_file() and sha256_of(path) == entry["sha256"]
         num_damaged += not is_good
-        print(printable(f"{entry['name']}: {'good' if is_good else 'DAMAGED'}"))
+        show(f"{entry['name']}: {'good' if is_good else 'DAMAGED'}")
     if num_damaged:
         cure = "remove them and repeat the download, or remove the folder and prepare it again"
         raise UserError(f"{num_damaged} shards of {config.folder} are damaged or missing: {cure}")
 
 
 def fetch(repository: str, name: str, folder: Path) -> Path:
-    """Download what is missing of a file on the hub, and return its path."""
+    """Download a file, or what is missing of it, from the hub, and return its path."""
     from huggingface_hub import hf_hub_download
 
-    where = folder / ".download"
     try:
-        return Path(hf_hub_download(repository, name, repo_type="dataset", local_dir=where))
-    except Exception as error:  # of the library, of httpx, of its own helpers
+        return Path(hf_hub_download(repository, name, repo_type="dataset", local_dir=folder))
+    except Exception as error:  # the library raises many kinds, and httpx others
         if getattr(error, "errno", None) in DISK_ERRNOS:
             raise
         raise UserError(f"{repository}/{name}: {error}; repeat the command to continue") from error
 
 
 def download(config: PrepareConfig):
-    """Fetch those shards of a published data set that config.folder does not have yet."""
+    """Fetch the shards of a published data set that are not in config.folder yet."""
     repository, stem = DATASETS[config.download]
     folder = config.folder
     manifest = saved_manifest(folder, "gpt2")
@@ -430,17 +367,16 @@ def download(config: PrepareConfig):
         names = [entry["name"] for entry in manifest[split]["shards"]]
         if name in names and (folder / name).exists():
             continue
-        path = fetch(repository, name, folder)
+        path = fetch(repository, name, folder / ".download")
         try:
             shard = replace(open_shard(path), max_id=VOCAB_SIZES["gpt2"] - 1)
-            shard.read(0, shard.num_tokens)  # raises if an id is larger
-        except ShardError:
-            path.unlink()  # so that it is fetched again
-            raise
-        publish_shard(path, folder / name, split, manifest)
+            tokens = shard.read(0, shard.num_tokens)  # raises if an id is larger
+            write_shard(folder / name, [tokens], split, manifest)
+        finally:
+            path.unlink()  # a damaged one would not be fetched again
     lines = []
-    try:  # the run's samples, bits per byte and questions need it, perhaps without a network
-        load_tokenizer("gpt2", may_download=True)
+    try:  # now, since a run needs it for samples, questions and bits per byte
+        require_tokenizer("gpt2", may_download=True)
     except UserError as error:
         lines = [f"GPT-2's vocabulary is missing: {error}"]
     report(folder, manifest, lines)
@@ -450,7 +386,8 @@ def download_questions(config: PrepareConfig):
     """Fetch HellaSwag's validation split, and write it as JSON lines."""
     import pyarrow.parquet
 
-    path = fetch("Rowan/hellaswag", "data/validation-00000-of-00001.parquet", config.folder)
+    folder = config.folder / ".download"
+    path = fetch("Rowan/hellaswag", "data/validation-00000-of-00001.parquet", folder)
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
@@ -460,11 +397,12 @@ def download_questions(config: PrepareConfig):
     with whole_file(target) as file:
         for row in rows:
             file.write(json.dumps(row).encode() + b"\n")
-    print(f"ready: python train_gpt2.py --hellaswag {shlex.quote(str(target))}")
+    show(f"ready: python train_gpt2.py --hellaswag {shlex.quote(str(target))}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code: 0, 2, 6 or 130."""
+    ending.program = "prepare_data.py"
     if hasattr(sys.stdout, "reconfigure"):  # a folder's name may be what a terminal can't show
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -481,19 +419,20 @@ def main(argv: list[str] | None = None) -> int:
             shutil.rmtree(config.folder / ".download", ignore_errors=True)
         else:
             prepare(config)
-        return 0
+        return ending.DONE
     except KeyboardInterrupt:
-        reason, code = "stopped; repeat the command to continue", INTERRUPTED
+        print_error("stopped; repeat the command to continue")
+        return ending.INTERRUPTED
     except ImportError as error:
-        reason, code = f"error: {error.name} is missing: pip install {error.name}", 2
+        print_error(f"error: {error.name} is missing: pip install {error.name}")
     except Timeout as error:
-        reason, code = f"error: another process writes into {Path(error.lock_file).parent}", 2
-    except (UserError, ShardError, OSError, BrokenExecutor) as error:
-        reason, code = f"error: {error}", UserError.exit_code
+        print_error(f"error: another process writes into {Path(error.lock_file).parent}")
+    except (UserError, ShardError, OSError) as error:
         if getattr(error, "errno", None) in DISK_ERRNOS:
-            reason, code = f"error: {error}; repeat the command to continue", DiskError.exit_code
-    print("prepare_data.py:", printable(" ".join(reason.split())), file=sys.stderr)
-    return code
+            print_error(f"error: {error}; repeat the command to continue")
+            return DiskError.exit_code
+        print_error(f"error: {error}")
+    return UserError.exit_code
 
 
 if __name__ == "__main__":

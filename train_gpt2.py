@@ -42,7 +42,6 @@ from support.muon import MuonAdamW
 from support.pretrained import load_weights, read
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
 from support.run import Run, draw, finish, restore, save, stop
-from support.tokenizer import provide_vocab
 
 # ---- The speed-ups of the lecture ----------------------------------------------------------------
 #
@@ -383,8 +382,6 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Path | None, dict | None]:
     elif typed.get("eval_only"):
         cure = "name a run with --out-dir, or weights with --init-from"
         raise UserError(f"no checkpoint in {out_dir}: {cure}")
-    if path:
-        provide_vocab(path)
     return path, state
 
 

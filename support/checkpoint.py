@@ -3,7 +3,7 @@
 A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model:
     config.json             the shape of the network
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
-    tokenizer*.json, vocab.json, merges.txt      if the tokenizer is installed
+    vocab.json, merges.txt, tokenizer_config.json      the tokenizer, if it is known
     optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
     state.json              everything else that a resume needs: see state_of in run.py
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
@@ -30,7 +30,7 @@ from support import pretrained
 from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
 from support.files import sync
 from support.run_folder import SUMS, checkpoints, step_of
-from support.tokenizer import Tokenizer, as_json, load_tokenizer, provide_vocab
+from support.tokenizer import Tokenizer, as_json, load_tokenizer
 
 FORMAT = 4  # of state.json
 REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
@@ -225,7 +225,6 @@ def find_weights(name: str) -> Path:
 def open_model(path: Path) -> tuple[GPT, str]:
     """Return the network and the tokenizer's name from a checkpoint, or from another file or folder
     of weights. Raise UserError if there is no network, or if it is damaged."""
-    provide_vocab(path)
     source = pretrained.read(path)
     model = GPT(source.shape).eval()
     pretrained.load_weights(model, source)

@@ -1,4 +1,4 @@
-"""A dataclass as a command line: each field is a flag. This module knows no flag by name."""
+"""A dataclass as a command line: each field is a flag."""
 
 import argparse
 import difflib
@@ -14,10 +14,10 @@ from support.ending import UserError
 INT_MAX = 2**31 - 1
 
 # What a resumed run does with another value of a flag:
-#     refuse       it would be another network, or other data
-#     inexact      allowed, and said: the last bits of the result may change
-#     allow        allowed, and said
-#     per command  the flag belongs to one command, and is not kept
+#     refuse       end with an error: it would be another network, or other data
+#     inexact      take it, and say that the last bits of the result may change
+#     allow        take it, and say so
+#     per command  take it: the flag belongs to one command, and no checkpoint keeps it
 OnResume = Literal["refuse", "inexact", "allow", "per command"]
 
 
@@ -30,14 +30,14 @@ def flag(  # noqa: PLR0913
     max: float = INT_MAX,  # noqa: A002
     group: str = "",
 ) -> Any:
-    """Declare a dataclass field that is a flag. The first flag of a group in --help names it. The
-    group "argument" is for a field that is typed without a name, and may be left out."""
+    """Declare a field of a dataclass as a flag. The first flag of each group in --help names it.
+    The group "argument" is for a value without a flag's name, which the user may leave out."""
     metadata = {"help": description, "min": min, "max": max, "choices": choices}
     return field(default=default, metadata=metadata | {"on_resume": on_resume, "group": group})
 
 
 def spell(name: str) -> str:
-    """Return the flag of a field as the user types it: out_dir -> --out-dir."""
+    """Return a field's flag as the user types it: out_dir -> --out-dir."""
     return "--" + name.replace("_", "-")
 
 
@@ -71,7 +71,7 @@ def check_limits(kind: type, values: dict):
 class OneLineParser(argparse.ArgumentParser):
     """Raises UserError with a cure where argparse would print its usage and exit."""
 
-    synonyms: dict[str, str]  # flags of other programs, and what to type instead
+    synonyms: dict[str, str]  # flag of another program -> what to type instead
 
     def error(self, message: str):  # type: ignore[override]  # argparse's never returns either
         switch = re.match("argument (--.+)/(--no-.+): ignored explicit", message)
@@ -84,7 +84,7 @@ class OneLineParser(argparse.ArgumentParser):
             with suppress(ValueError, OverflowError):  # such as 1e3
                 hint = f"try {int(float(number[2]))}"
         if "unrecognized" in message:
-            if "--" not in message:  # as `--compile true`, or a file without its flag
+            if "--" not in message:  # such as `--compile true`, or a file without its flag
                 hint = "flags begin with --, a switch takes no value, and there are no config files"
             for name in re.findall(r"(?<=\s)--[^\s=]+", message):
                 if name in self.synonyms:
@@ -95,7 +95,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def default_text(name: str, default, recipes: dict[str, dict]) -> str:
-    """Return a flag's default, and those of the recipes that have another: "50; nano 1200"."""
+    """Return a flag's default, and that of each recipe with another one: "50; nano 1200"."""
     texts = ["none" if default in ("", ()) else str(default)]
     for recipe, values in recipes.items():
         if values.get(name, default) != default:
@@ -104,9 +104,9 @@ def default_text(name: str, default, recipes: dict[str, dict]) -> str:
 
 
 def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) -> dict:
-    """Return the flags of kind that a command line has, by field name, each within its limits.
-    --help begins with the first line of doc and ends with the others. recipes give some flags other
-    defaults. nanoGPT's spelling works too: --batch_tokens=4096 --compile=False."""
+    """Return the flags on a command line, by field name. Raise UserError for one that is out of its
+    limits. --help begins with the first line of doc and ends with the others, and shows defaults of
+    recipes too. nanoGPT's spelling works: --batch_tokens=4096 --compile=False."""
     description, _, epilog = doc.partition("\n")
     parser = OneLineParser(usage="%(prog)s [flags]", description=description, epilog=epilog)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -128,19 +128,20 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
             options = {"nargs": "+"}
         if "(default: " not in text:
             text += f" (default: {default_text(f.name, f.default, recipes)})"
-        # SUPPRESS keeps defaults out of the result: it has what was typed, and nothing else.
+        # SUPPRESS keeps defaults out of the result: it holds only what the user typed.
         group.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **options)
-    typed = vars(parser.parse_args([as_argparse_has_it(arg) for arg in argv]))
+    typed = vars(parser.parse_args([normalized(arg) for arg in argv]))
     check_limits(kind, typed)
     return typed
 
 
-def as_argparse_has_it(arg: str) -> str:
+def normalized(arg: str) -> str:
+    """Return an argument in argparse's spelling: --no-compile for --compile=False."""
     name, equals, value = arg.partition("=")
     if not name.startswith("--"):
         return arg
     if value == "--":
-        raise UserError(f"{arg}: -- ends the flags, and is not a value")  # argparse drops it
+        raise UserError(f"{arg}: -- ends the flags, and is not a value")  # argparse would drop it
     if value in ("True", "False"):
         return typed_as(name[2:], value == "True")
     return name.replace("_", "-") + equals + value

@@ -23,7 +23,7 @@ from support.device import autocast
 from support.ending import UserError, reset_watchdog
 from support.fit import pass_fits
 from support.ranks import World
-from support.tokenizer import Tokenizer, require_tokenizer, token_lengths
+from support.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
 
 
 @contextmanager
@@ -72,7 +72,8 @@ def validate(
     # depend on the number of ranks.
     num_sequences = num_val_sequences(config, loader)
     numbers_of_rank = range(world.rank, num_sequences, world.size)
-    lengths = token_lengths(tokenizer)
+    codec = load_tokenizer(tokenizer)
+    lengths = codec.lengths if codec else None
     num_bytes = 0  # bytes of text in the targets
     loss_sum = torch.zeros((), device=world.device)
     starts = range(0, len(numbers_of_rank), loader.B)

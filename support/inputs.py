@@ -1,4 +1,4 @@
-"""From files, folders and patterns to documents: what prepare_data.py --input reads.
+"""The documents in files, folders and patterns: what prepare_data.py --input reads.
 
 A document is a text file, a line of .jsonl, an element of a .json array, or a row of .csv, .tsv or
 .parquet. Only one record, or 512 KiB of a text file, is in memory at a time.
@@ -19,37 +19,32 @@ from typing import Any, BinaryIO
 
 from support.ending import DISK_ERRNOS, UserError
 
-PIECE = 1 << 18  # bytes of text that are read at a time
+PIECE = 1 << 18  # bytes of text to read at a time
 RECORDS = re.compile(r"\.(jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$")
 NOT_TEXT = (b"%PDF-", b"\x1f\x8b", b"(\xb5/\xfd", b"\xff\xd8\xff", b"\xff\xfe", b"\xfe\xff")
-EXTRA_CELLS = "\0cells"  # of a row; no field has this name
-BOM = b"\xef\xbb\xbf"  # with which Windows marks UTF-8
+EXTRA_CELLS = "\0cells"  # the key of cells beyond the header: no field has this name
+BOM = b"\xef\xbb\xbf"  # Windows puts it in front of UTF-8
 
 
 def standard_library() -> list[str]:
-    """Return the source of the Python that runs this: 30 MB that every machine has."""
+    """Return the files of Python's own source: 30 MB that every machine has."""
     root = sysconfig.get_path("stdlib")
     return [f for f in files_in([root]) if f.endswith(".py") and "-packages" not in f[len(root) :]]
 
 
 def files_in(inputs: Iterable[str]) -> list[str]:
-    """Return the files that inputs name, each once; those of a folder or pattern sorted, without
-    hidden ones. Links to folders are not followed. Raise UserError for a name of no file."""
-    files: dict[str, str] = {}  # by their real path, so that each comes once
+    """Return the files that inputs name, each once. Those of a folder or pattern are sorted; hidden
+    ones and links to folders are left out. Raise UserError for a name of no file."""
+    files: dict[str, str] = {}  # by real path, so that each comes once
     for name in inputs:
         path = Path(name)
         tops = [path]
         if not os.path.exists(name):
             with suppress(ValueError, OSError):  # not a valid pattern, or too long a name
-                # Unlike glob's, pathlib's ** does not follow links, which may go in circles.
+                # Unlike glob.glob, it does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        candidates = [str(top) for top in tops]
-        for top in tops:
-            for folder, names, children in os.walk(str(top)):
-                names[:] = [child for child in names if child[0] != "."]  # .git holds many files
-                candidates += [os.path.join(folder, child) for child in children]
         has_files = False
-        for file in sorted(candidates):
+        for file in sorted(str(file) for top in tops for file in (top, *top.rglob("*"))):
             is_hidden = any(part[0] == "." and part not in path.parts for part in Path(file).parts)
             if not is_hidden and os.path.isfile(file):  # no pipe, no device
                 files.setdefault(os.path.realpath(file), file)
@@ -61,19 +56,19 @@ def files_in(inputs: Iterable[str]) -> list[str]:
 
 @dataclass
 class Reader:
-    """Reads the documents of files, in order, and counts what is wrong with them."""
+    """Reads the documents in files, in order, and counts what is wrong with them."""
 
     files: list[str]
     text_field: str
-    position: int = 0  # bytes of the files that were read
-    notes: dict[str, list] = field(default_factory=dict)  # what is wrong: [how often, where first]
+    position: int = 0  # bytes read so far
+    notes: dict[str, list] = field(default_factory=dict)  # problem -> [how often, where first]
 
-    def note(self, what: str, where: str):
-        self.notes.setdefault(what, [0, where])[0] += 1
+    def note(self, problem: str, where: str):
+        self.notes.setdefault(problem, [0, where])[0] += 1
 
     def documents(self) -> Iterator[tuple[int, BinaryIO]]:
-        """Yield the size of each document, in bytes, and its text as an open file. Raise UserError
-        if a file is damaged, OSError if the disk is."""
+        """Yield each document: its size in bytes, and its text as an open file. Raise UserError if
+        a file is damaged, OSError if the disk is."""
         for file in self.files:
             start = self.position
             try:
@@ -81,7 +76,7 @@ class Reader:
                     for document in self.documents_in(raw):
                         yield document
                         self.position = start + raw.tell()
-            except Exception as error:  # each library has its own
+            except Exception as error:  # each library raises others
                 if isinstance(error, ImportError) or getattr(error, "errno", None) in DISK_ERRNOS:
                     raise
                 raise UserError(f"--input {file} can't be read: {error}") from error
@@ -107,10 +102,7 @@ class Reader:
             for number, record in enumerate(records(stream, kind, self.text_field), 1):
                 text = self.text_of(record, f"{raw.name}, record {number}")
                 if text is not None:
-                    # Half a surrogate pair becomes U+FFFD, as in tiktoken.
-                    pairs = text.encode("utf-16", "surrogatepass")
-                    content = pairs.decode("utf-16", "replace").encode()
-                    yield len(content), io.BytesIO(content)
+                    yield len(text), io.BytesIO(text)
         else:
             if not head:
                 self.note("skipped, empty", raw.name)
@@ -119,29 +111,32 @@ class Reader:
             stream.read(len(BOM) if stream.peek().startswith(BOM) else 0)
             yield os.path.getsize(raw.name), stream
 
-    def text_of(self, record, where: str) -> str | None:
-        """Return the text of a record, None if it is no text; note whatever is wrong with it."""
+    def text_of(self, record, where: str) -> bytes | None:
+        """Return the text of a record, or None if it has none. Note what is wrong with it."""
         text = record
         if isinstance(record, dict):
             text = record.get(self.text_field)
-            # Rows may end in a comma. With more behind it, it may be of a text without quotes: cut
-            # there, it would be another text.
+            # An empty extra cell comes from a comma at the end of a row. Any other may be the rest
+            # of an unquoted text with commas: without it we would read another text.
             if any(record.pop(EXTRA_CELLS, [])):
-                where += f" (the header: {', '.join(record)})"
-                self.note("skipped, more cells than the header (quotes missing?)", where)
+                header = f"{where} (the header: {', '.join(record)})"
+                self.note("skipped, more cells than the header (quotes missing?)", header)
                 return None
             if self.text_field not in record:
                 names = ", ".join(map(str, record))
-                where += f" (fields there: {names}; name one by --text-field)"
+                where += f" (its fields: {names}; name one with --text-field)"
         if not text or not isinstance(text, str):
             self.note(f"skipped, no text in the field {self.text_field}", where)
         elif "\ufffd" in text:
             self.note("kept, with bytes that are not UTF-8", where)
-        return text if isinstance(text, str) else None
+        if not isinstance(text, str):
+            return None
+        # Half a surrogate pair becomes U+FFFD, as in tiktoken.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
-    """Yield the lines, elements or rows of a file: dicts, or whatever else they are."""
+    """Yield the lines, elements or rows of a file: dicts, or anything else."""
     if kind == "jsonl":
         for line in stream:
             record = None
@@ -158,21 +153,19 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
             return
         for rows in table.iter_batches(64, columns=[text_field]):
             yield from rows.to_pylist()
+    elif kind == "json":
+        yield from elements(io.TextIOWrapper(stream, "utf-8-sig", "replace"))
     else:
-        header = stream.peek(8000)[:8000].partition(b"\n")[0]
-        with io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="") as text:
-            if kind == "json":
-                yield from elements(text)
-            else:
-                # Where a comma is the decimal point, spreadsheets write semicolons.
-                has_semicolons = header.count(b";") > header.count(b",")
-                delimiter = "\t" if kind == "tsv" else ";" if has_semicolons else ","
-                yield from table_rows(text, delimiter)
+        yield from table_rows(stream, "\t" if kind == "tsv" else ",")
 
 
-def table_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator:
+def table_rows(stream: io.BufferedReader, delimiter: str) -> Iterator:
     """Yield the rows of a table, None for one whose quotes are wrong. Raise ValueError if the last
     one has a quote that never closes: it may have swallowed most of the file."""
+    header = stream.peek(8000)[:8000].partition(b"\n")[0]
+    if delimiter == "," and header.count(b";") > header.count(b","):
+        delimiter = ";"  # spreadsheets write it where a comma is the decimal point
+    text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
     csv.field_size_limit(1 << 28)
     table = csv.DictReader(text, restkey=EXTRA_CELLS, delimiter=delimiter, strict=True)
     while True:
@@ -188,7 +181,7 @@ def table_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator:
 
 
 def elements(stream: io.TextIOWrapper) -> Iterator:
-    """Yield the elements of a JSON array, which may be larger than the memory."""
+    """Yield the elements of a JSON array, which may be larger than memory."""
     decode = json.JSONDecoder().raw_decode
     text, block = "", stream.read(1 << 14).lstrip()[1:]
     while block and len(text) < 1 << 28:
@@ -200,21 +193,21 @@ def elements(stream: io.TextIOWrapper) -> Iterator:
                     break  # a number may go on in the next block
                 yield value
                 text = text[end:].lstrip(" \t\r\n,")
-        # Little at a time, since each element copies what follows it.
+        # Small blocks, since each element copies what follows it.
         block = stream.read(max(1 << 14, len(text)))
     if not text.startswith("]"):
-        raise ValueError("its array has no end, or an element that is no JSON")
+        raise ValueError("its array has no end, or an element that is not JSON")
 
 
-# Where GPT-2's pattern begins a token, whatever comes before and after: at a space or line end that
-# follows something visible, and at the last one of several before something visible. Left out are
-# the bytes that end or begin a space of several bytes, such as U+00A0, but other letters too.
+# Where GPT-2's pattern always begins a token: at white space after something visible, and at the
+# last of several white spaces before something visible. We leave out the bytes that end or begin
+# white space of several bytes, such as U+00A0, though they are in other letters too.
 BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^\s\xc2\xe1-\xe3])")
 
 
 def pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield a document in pieces of about PIECE bytes, cut where no token spans the cut: their
-    tokens are the document's, and a document of any length takes little memory."""
+    """Yield a document in pieces of about PIECE bytes. No token spans a cut, so the tokens of the
+    pieces are the document's, and a document of any length takes little memory."""
     text = block = stream.read(PIECE)
     while block:
         block = stream.read(PIECE)

@@ -11,13 +11,12 @@ from support.ranks import World
 
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2
-RMS = 0.2  # target size of an update: AdamW's typical value (Liu et al.)
-# Entries that a rank makes orthogonal at a time: 128 MiB in float32, plus six times that in use.
-MAX_ENTRIES = 1 << 25
+RMS = 0.2  # target size of an update: typical of AdamW (Liu et al.)
+MAX_ENTRIES = 1 << 25  # that a rank makes orthogonal at a time, in 7 times 128 MiB of memory
 
 
 class Matrix(NamedTuple):
-    """A matrix with its gradient and its state. They may be views into larger tensors."""
+    """A matrix with its gradient and state, perhaps views into larger tensors."""
 
     weight: Tensor  # (rows, columns)
     grad: Tensor  # (rows, columns)
@@ -26,26 +25,23 @@ class Matrix(NamedTuple):
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """Muon for the matrices that it is given, AdamW for all other parameters.
-
-    Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
-    matrix by the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), each
-    row, which belongs to one neuron, is then divided by the root mean square of its past updates.
-    Last, the update is scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
+    """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
+    matrix with the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), we
+    then divide each row, which belongs to one neuron, by the root mean square of its past updates.
+    Last, we scale the update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
     training"), so that one learning rate serves both:
     p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
-        """Take AdamW's groups and options, and the matrices: pairs of a parameter and the rows of
-        each matrix that is stacked in it. They are made orthogonal in bfloat16 if bf16 is set, and
-        the ranks of world share that work."""
+        """Take AdamW's groups and options, and pairs of a parameter and the rows of each matrix
+        that is stacked in it. With bf16, make these matrices orthogonal in bfloat16."""
         super().__init__(groups, **options)
         self.matrices = matrices
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.world = world
 
     def __setstate__(self, state: dict):
-        # load_state_dict calls this. AdamW's own version expects a step count for each parameter.
+        # load_state_dict calls this. AdamW's version expects a step count for each parameter.
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
@@ -56,14 +52,13 @@ class MuonAdamW(torch.optim.AdamW):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
                 state["row_moment"] = p.new_zeros(len(p), 1)
-            weights = p.split(rows)  # views, as are the next three
+            weights = p.split(rows)  # a view, like the next three
             grads = p.grad.split(rows)
             momenta = state["momentum_buffer"].split(rows)
             row_moments = state["row_moment"].split(rows)
             for views in zip(weights, grads, momenta, row_moments, strict=True):
-                matrix = Matrix(*views)
-                by_shape[matrix.weight.shape].append(matrix)
-            p.grad = None  # which makes AdamW skip it
+                by_shape[views[0].shape].append(Matrix(*views))
+            p.grad = None  # so that AdamW skips it
         super().step()
         for shape, matrices in by_shape.items():
             batch_size = max(1, MAX_ENTRIES // shape.numel()) * self.world.size
@@ -90,24 +85,22 @@ class MuonAdamW(torch.optim.AdamW):
     def orthogonal(self, tensors: list[Tensor]) -> Tensor:
         """Return tensors of one shape made orthogonal: (n, rows, columns) float32. Each rank
         computes a share of them, and the ranks exchange the results."""
-        size = self.world.size
+        rank, size = self.world.rank, self.world.size
         if size == 1:
             return orthogonalize(torch.stack(tensors), self.dtype).float()
         share = math.ceil(len(tensors) / size)
-        first = share * self.world.rank
-        mine = tensors[first : first + share]  # the last ranks may have fewer
+        of_rank = tensors[rank * share : (rank + 1) * share]  # the last ranks may have fewer
         results = tensors[0].new_zeros((size, share, *tensors[0].shape), dtype=self.dtype)
-        if mine:
-            result = orthogonalize(torch.stack(mine), self.dtype)
-            results[self.world.rank, : len(mine)] = result
+        if of_rank:
+            results[rank, : len(of_rank)] = orthogonalize(torch.stack(of_rank), self.dtype)
         self.world.gather_rows(results)
         return results.flatten(0, 1)[: len(tensors)].float()
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return roughly the nearest matrices whose singular values are all 1: (n, rows, columns) in
-    dtype. Five steps of a Newton-Schulz iteration, with Jordan's coefficients. In float32, singular
-    values above a 500th of the matrix's norm end between 0.68 and 1.21."""
+    """Return roughly the nearest orthogonal matrices: (n, rows, columns) in dtype. Five steps of a
+    Newton-Schulz iteration with Jordan's coefficients. In float32, singular values above a 500th
+    of the matrix's norm end between 0.68 and 1.21."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if is_tall else matrices
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from config import TrainConfig, has_moved
 from support.cli import spell, typed_as
 from support.run import Run
-from support.tokenizer import missing_vocab, vocab_cure
+from support.tokenizer import load_tokenizer, vocab_cure
 
 OVERFITTING_CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
 
@@ -95,8 +95,8 @@ def missing_parts(env: dict, tokenizer: str) -> list[str]:
     lines = []
     if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):
         lines.append("this machine has an NVIDIA GPU, but torch is for CPUs: see pytorch.org")
-    if tokenizer == "gpt2" and missing_vocab():
-        lines.append(f"checkpoints lack the tokenizer, which is missing: {vocab_cure()}")
+    if tokenizer == "gpt2" and not load_tokenizer("gpt2"):
+        lines.append(f"checkpoints will lack GPT-2's vocabulary: {vocab_cure()}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The two tokenizers: bytes, and GPT-2's by tiktoken, with their files for Hugging Face's tools."""
+"""The two tokenizers, bytes and GPT-2's, each made from two files that every checkpoint holds."""
 
 import hashlib
 import json
@@ -6,181 +6,139 @@ import os
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from dataloader import VOCAB_SIZES
 from support.ending import DISK_ERRNOS, UserError
-from support.files import whole_file
 
-VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-VOCAB_URLS = [VOCAB_URL + "vocab.bpe", VOCAB_URL + "encoder.json"]
-VOCAB_SHA256 = (  # as in tiktoken_ext/openai_public.py
-    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-)
 END_OF_TEXT = "<|endoftext|>"  # the last id of both, before each document
+OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+URLS = {"vocab.json": OPENAI + "encoder.json", "merges.txt": OPENAI + "vocab.bpe"}
+SHA256 = {  # as in tiktoken_ext/openai_public.py
+    "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+# GPT-2's pattern for the words that it encodes one by one, as tiktoken rewrote it for speed.
+WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# vocab.json is text, so each byte needs a printable character: the one with its number, or one from
+# 256 on (https://github.com/openai/gpt-2, src/encoder.py).
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(byte): byte for byte in PRINTABLE}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
 
 
-class ByteTokenizer:
-    """Each byte of UTF-8 is a token; 256 is <|endoftext|>."""
+def as_json(value: dict) -> bytes:
+    return f"{json.dumps(value, indent=2)}\n".encode()
+
+
+class Tokenizer:
+    """Each byte of UTF-8 is a token, the last token is <|endoftext|>: a BPE without merges."""
+
+    # <|endoftext|> inside a text is ordinary text.
+    hf_options = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    vocab_files = {
+        "vocab.json": as_json(BYTES | {END_OF_TEXT: 256}),
+        "merges.txt": b"#version: 0.2\n",
+    }
+
+    def __init__(self):
+        ids = json.loads(self.vocab_files["vocab.json"])
+        self.tokens = [bytes(map(BYTES.__getitem__, token)) for token in sorted(ids, key=ids.get)]
+        self.end_of_text = len(ids) - 1
+        # The number of bytes of each id, int64 (65536,): 0 for <|endoftext|>.
+        self.lengths = np.zeros(1 << 16, np.int64)
+        self.lengths[: self.end_of_text] = [len(token) for token in self.tokens[:-1]]
+
+    def encode_bytes(self, text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8)
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return self.encode_bytes(text.encode()).tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Bytes that are no whole character become U+FFFD."""
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
-    def encode_bytes(self, text: bytes) -> np.ndarray:  # of any bytes, uint8
-        return np.frombuffer(text, np.uint8)
-
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token, which may be a part of a character."""
-        return bytes([token]) if token < 256 else END_OF_TEXT.encode()
+        """Return the bytes of one token. Ids beyond the last, which pad some weights, have none."""
+        return self.tokens[token] if token < len(self.tokens) else b""
 
     def files(self, seq_len: int) -> dict[str, bytes]:
-        """Return the files that transformers.AutoTokenizer loads, by name: BPE without merges."""
-        # BPE's vocabulary is text, so each byte needs a printable character of its own: itself
-        # where it is one, else one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in printable]
-        vocab = {chr(byte): byte for byte in printable}
-        vocab |= {chr(256 + i): byte for i, byte in enumerate(others)}
-        vocab[END_OF_TEXT] = 256
-        options = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-        tokenizer = {
-            "version": "1.0",
-            "added_tokens": [{"id": 256, "content": END_OF_TEXT, "special": True} | options],
-            "pre_tokenizer": byte_level,
-            "decoder": byte_level,
-            "model": {"type": "BPE", "vocab": vocab, "merges": []},
-        }
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": seq_len,
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-            "split_special_tokens": True,  # <|endoftext|> inside a text is ordinary text
-            "clean_up_tokenization_spaces": False,
-        }
-        return {"tokenizer.json": as_json(tokenizer), "tokenizer_config.json": as_json(config)}
+        """Return the files that transformers.AutoTokenizer loads, by name."""
+        config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
+        return self.vocab_files | {"tokenizer_config.json": as_json(config | self.hf_options)}
 
 
-class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding, by tiktoken; 50256 is <|endoftext|>."""
+class Gpt2Tokenizer(Tokenizer):
+    """GPT-2's byte-pair encoding, by tiktoken."""
 
-    def __init__(self):
+    hf_options: dict = {}  # as OpenAI's on the hub, where <|endoftext|> inside a text ends it
+
+    def __init__(self, vocab_files: dict[str, bytes]):
         import tiktoken  # not at the top: it takes 0.1 s
 
-        try:
-            self.encoding = tiktoken.get_encoding("gpt2")  # downloads the vocabulary once
-        except OSError as error:  # which tiktoken raises without a network, in many ways
-            if error.errno in DISK_ERRNOS:
-                raise
-            raise UserError(f"no network: {offline_cure()}, or use --tokenizer bytes") from error
+        self.vocab_files = vocab_files
+        super().__init__()
+        ranks = {token: rank for rank, token in enumerate(self.tokens[:-1])}
+        special = {END_OF_TEXT: self.end_of_text}
+        self.encoding = tiktoken.Encoding(
+            "gpt2", pat_str=WORD, mergeable_ranks=ranks, special_tokens=special
+        )
 
-    def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(text)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
-
-    def encode_bytes(self, text: bytes) -> np.ndarray:
-        """Return the tokens of UTF-8, uint32; <|endoftext|> is text, other bytes become U+FFFD."""
+    def encode_bytes(self, text: bytes) -> np.ndarray:  # bytes that are not UTF-8 become U+FFFD
         return self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
 
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token. Ids beyond GPT-2's, which pad some weights, have none."""
-        return self.encoding.decode_bytes([token]) if token < VOCAB_SIZES["gpt2"] else b""
 
-    def files(self, seq_len: int) -> dict[str, bytes]:
-        """Return the same: the two files that tiktoken has downloaded, and a config."""
-        merges, vocab = vocab_files()
-        config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
-        return {
-            "merges.txt": merges.read_bytes(),
-            "vocab.json": vocab.read_bytes(),
-            "tokenizer_config.json": as_json(config),
-        }
+TOKENIZERS: dict[str, Tokenizer] = {"bytes": Tokenizer()}  # loaded so far, by name
 
 
-Tokenizer = ByteTokenizer | Gpt2Tokenizer
-
-
-def vocab_files() -> list[Path]:
-    """Return where tiktoken keeps GPT-2's two files: under the SHA-1 of their address."""
+def cached_files() -> dict[str, Path]:
+    """Return where tiktoken's cache has GPT-2's files: under the SHA-1 of their addresses."""
     folder = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
-    return [Path(folder, hashlib.sha1(url.encode()).hexdigest()) for url in VOCAB_URLS]
+    return {name: Path(folder, hashlib.sha1(URLS[name].encode()).hexdigest()) for name in URLS}
 
 
 def missing_vocab() -> list[Path]:
-    return [path for path in vocab_files() if not path.exists()]
+    return [path for path in cached_files().values() if not path.exists()]
 
 
-def provide_vocab(weights: Path):
-    """Copy GPT-2's vocabulary from a checkpoint, or from beside a file of weights, to where
-    tiktoken looks for it, if it is missing there."""
-    folder = weights if weights.is_dir() else weights.parent
-    with suppress(OSError):  # such as a cache that can't be written: then it stays missing
-        contents = [(folder / name).read_bytes() for name in ("merges.txt", "vocab.json")]
-        if tuple(hashlib.sha256(content).hexdigest() for content in contents) != VOCAB_SHA256:
-            return  # of another vocabulary
-        for path, content in zip(vocab_files(), contents, strict=True):
-            if (
-                not path.exists() and path.parent != Path()
-            ):  # an empty name: tiktoken's cache is off
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(path) as f:
-                    f.write(content)
-        load_tokenizer.cache_clear()
-        token_lengths.cache_clear()
+def load_gpt2(folder: Path):
+    """Load GPT-2's tokenizer from a folder, such as a checkpoint, if it holds OpenAI's files."""
+    with suppress(OSError):  # they are not there
+        files = {name: (folder / name).read_bytes() for name in SHA256}
+        if {name: hashlib.sha256(files[name]).hexdigest() for name in files} == SHA256:
+            TOKENIZERS.setdefault("gpt2", Gpt2Tokenizer(files))
 
 
-def vocab_cure() -> str:
-    code = "import tiktoken; tiktoken.get_encoding('gpt2')"
-    return f'run python -c "{code}", or without a network {offline_cure()}'
-
-
-def offline_cure() -> str:
-    pairs = [f"{url} as {path.name}" for url, path in zip(VOCAB_URLS, vocab_files(), strict=True)]
-    return f"download {' and '.join(pairs)} elsewhere, and set TIKTOKEN_CACHE_DIR to their folder"
-
-
-@lru_cache
 def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
-    """Return a tokenizer; None if its name is unknown, or it is not here and may not be fetched."""
-    if name == "bytes":
-        return ByteTokenizer()
-    if name == "gpt2" and (may_download or not missing_vocab()):
-        return Gpt2Tokenizer()
-    return None
+    """Return a tokenizer, or None if it is unknown or not on this machine."""
+    if name == "gpt2" and name not in TOKENIZERS and (may_download or not missing_vocab()):
+        from tiktoken.load import read_file_cached
+
+        try:
+            files = {name: read_file_cached(url, SHA256[name]) for name, url in URLS.items()}
+        except OSError as error:  # without a network requests fails in many ways
+            if error.errno in DISK_ERRNOS:
+                raise
+            raise UserError(f"no network: {vocab_cure()}, or use --tokenizer bytes") from error
+        TOKENIZERS[name] = Gpt2Tokenizer(files)
+    return TOKENIZERS.get(name)
 
 
 def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
-    """Return a tokenizer. Raise UserError if it is unknown or not here."""
+    """Return a tokenizer. Raise UserError if it is unknown or not on this machine."""
     tokenizer = load_tokenizer(name, may_download)
     if tokenizer is None:
         cure = f": {vocab_cure()}" if name == "gpt2" else ""
-        raise UserError(f"the tokenizer of the data, {name}, is not here{cure}")
+        raise UserError(f"there is no tokenizer called {name} on this machine{cure}")
     return tokenizer
 
 
-@lru_cache
-def token_lengths(name: str) -> np.ndarray | None:
-    """Return the bytes per id, int64 (65536,), 0 for <|endoftext|>; None without a tokenizer."""
-    tokenizer = load_tokenizer(name)
-    if tokenizer is None:
-        return None
-    lengths = np.zeros(1 << 16, np.int64)
-    for token in range(VOCAB_SIZES[name] - 1):
-        lengths[token] = len(tokenizer.token_bytes(token))
-    return lengths
-
-
-def as_json(value: dict) -> bytes:
-    return f"{json.dumps(value, indent=2)}\n".encode()
+def vocab_cure() -> str:
+    """Return how to get GPT-2's files, with a network and without."""
+    code = "import tiktoken; tiktoken.get_encoding('gpt2')"
+    files = " and ".join(f"{URLS[name]} as {path.name}" for name, path in cached_files().items())
+    cure = f"download {files} on another machine, and set TIKTOKEN_CACHE_DIR to their folder"
+    return f'run python -c "{code}", or without a network {cure}'

@@ -152,7 +152,7 @@ def test_a_field_that_is_not_there_is_told_with_those_that_are(kind, tmp_path, c
     assert prepare(tmp_path / "data", *flags) == 2
     error = error_of(capsys)
     assert "no text in the field body" in error
-    assert "fields there: id, text" in error
+    assert "its fields: id, text" in error
     assert os.listdir(tmp_path) == [f"a.{kind}"]
 
 

@@ -76,10 +76,10 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=cure):
             open_examples(str(tmp_path / name), 257, "bytes")
     path = str(jsonl(tmp_path / "a.jsonl", HELLASWAG))
-    with pytest.raises(UserError, match="the tokenizer of the data, unknown, is not here"):
+    with pytest.raises(UserError, match="no tokenizer called unknown on this machine"):
         open_examples(path, 65, "unknown")
-    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda name: None)
-    with pytest.raises(UserError, match="gpt2, is not here: run python .* TIKTOKEN_CACHE_DIR"):
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *_: None)
+    with pytest.raises(UserError, match="gpt2 on this machine: run python .* TIKTOKEN_CACHE_DIR"):
         open_examples(path, 50257, "gpt2")
 
 

@@ -1,21 +1,20 @@
 """Tests ../support/tokenizer.py: Hugging Face's tools have the tokenizers that we have."""
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NEEDS_GPT2, records, run
+from conftest import NEEDS_GPT2, flags, prepare, records, run
 
 from dataloader import VOCAB_SIZES
-from support.tokenizer import (
-    load_tokenizer,
-    missing_vocab,
-    provide_vocab,
-    token_lengths,
-    vocab_cure,
-)
+from support import tokenizer
+from support.tokenizer import load_gpt2, load_tokenizer, missing_vocab, vocab_cure
 
+ROOT = Path(tokenizer.__file__).parent.parent
 EITHER = pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
 TEXTS = [
     "".join(chr(i) for i in range(0x2100)) + "\ud7ff\ue000\ufeff\uffff\U0001f642\U0010ffff",
@@ -56,18 +55,12 @@ def test_a_checkpoints_tokenizer_in_transformers_is_ours(tmp_path, name):
 
 @EITHER
 def test_a_token_is_as_long_as_its_bytes(name):
-    ours, lengths = load_tokenizer(name), token_lengths(name)
+    ours = load_tokenizer(name)
+    lengths = ours.lengths
     for text in TEXTS:
         ids = np.array(ours.encode(text), int)
         assert lengths[ids].sum() == len(text.encode())
     assert not lengths[VOCAB_SIZES[name] - 1 :].any()
-
-
-def test_without_its_vocabulary_there_is_no_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    load_tokenizer.cache_clear()
-    assert load_tokenizer("gpt2") is load_tokenizer("unknown") is token_lengths("unknown") is None
-    load_tokenizer.cache_clear()
 
 
 def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_path):
@@ -78,32 +71,72 @@ def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_p
     assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 100
 
 
-def test_missing_vocab_names_the_files_that_tiktoken_looks_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """A process that has loaded nothing, on a machine without GPT-2's vocabulary."""
+    monkeypatch.setattr(tokenizer, "TOKENIZERS", {})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_without_its_files_there_is_no_tokenizer(fresh, tmp_path):
+    assert load_tokenizer("gpt2") is load_tokenizer("unknown") is None
     names = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
-    assert missing_vocab() == [tmp_path / name for name in names]
+    assert set(missing_vocab()) == {tmp_path / "cache" / name for name in names}
     assert all(name in vocab_cure() for name in (*names, "TIKTOKEN_CACHE_DIR"))
+    (tmp_path / "cache").mkdir()
     for name in names:
-        (tmp_path / name).touch()
+        (tmp_path / "cache" / name).touch()
     assert missing_vocab() == []
 
 
 @NEEDS_GPT2
-def test_a_checkpoint_provides_the_vocabulary_where_tiktoken_has_none(tmp_path, monkeypatch):
+def test_gpt2s_tokens_are_tiktokens():
+    import tiktoken
+
+    ours, theirs = load_tokenizer("gpt2"), tiktoken.get_encoding("gpt2")
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode_ordinary(text)
+    assert ours.tokens == [theirs.decode_bytes([token]) for token in range(50257)]
+
+
+@NEEDS_GPT2
+def test_a_folder_with_openais_two_files_has_the_tokenizer_and_no_other_has(tmp_path, request):
     files = load_tokenizer("gpt2").files(24)
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    assert len(missing_vocab()) == 2
-    provide_vocab(tmp_path / "nothing" / "model.safetensors")
-    assert len(missing_vocab()) == 2
-    load_tokenizer.cache_clear()
-    assert load_tokenizer("gpt2") is None
-    (tmp_path / "other").mkdir()  # whose vocabulary is not OpenAI's
+    request.getfixturevalue("fresh")
+    (tmp_path / "other").mkdir()
     for name in files:
+        (tmp_path / name).write_bytes(files[name])
         (tmp_path / "other" / name).write_bytes(files[name].replace(b"the", b"eht"))
-    provide_vocab(tmp_path / "other")
-    assert len(missing_vocab()) == 2
-    provide_vocab(tmp_path / "model.safetensors")  # they are beside it
-    assert missing_vocab() == []
+    for folder in (tmp_path / "nothing", tmp_path / "other"):
+        load_gpt2(folder)
+        assert load_tokenizer("gpt2") is None
+    load_gpt2(tmp_path)
     assert load_tokenizer("gpt2").files(24) == files
+    assert not (tmp_path / "cache").exists()
+
+
+@NEEDS_GPT2
+def test_a_checkpoint_is_enough_to_resume_to_sample_and_to_evaluate(tmp_path):
+    """Without tiktoken's cache, and without a network."""
+    assert prepare(tmp_path / "data", "--input", __file__, "--tokenizer", "gpt2") == 0
+    out_dir = run(tmp_path, tmp_path / "data", steps=1, warmup_steps=0)
+    env = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    env |= {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache"), "https_proxy": "http://127.0.0.1:9"}
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    resume = flags(data_dir=tmp_path / "data", out_dir=out_dir, steps=2, warmup_steps=0)
+    for line in (
+        [*ranks, ROOT / "train_gpt2.py", *resume, "--resume"],
+        [ROOT / "sample.py", out_dir, "--prompt", "a", "--sample-tokens", "2"],
+        [ROOT / "train_gpt2.py", "--out-dir", out_dir, "--eval-only"],
+    ):
+        command = [sys.executable, *map(str, line)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert "bits per byte" in done.stdout
+    assert (
+        records(out_dir, "bits_per_byte")[2] and "(no sample" not in records(out_dir, "sample")[2]
+    )
+    names = ("vocab.json", "merges.txt", "tokenizer_config.json")
+    old, new = out_dir / "step_000001", out_dir / "step_000002"
+    assert all((old / name).read_bytes() == (new / name).read_bytes() for name in names)
+    assert not (tmp_path / "cache").exists()

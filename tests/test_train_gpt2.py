@@ -47,7 +47,7 @@ from support.checkpoint import checkpoints
 from support.cli import spell
 from support.device import autocast
 from support.ending import printable
-from support.pretrained import OWN, hf_config, hf_weights
+from support.pretrained import OUR_KEY, hf_config, hf_weights
 from support.ranks import World
 from train_gpt2 import learning_rate
 
@@ -491,7 +491,7 @@ def hugging_face_folder(model: GPT, folder: Path) -> Path:
     """Write a model as Hugging Face's tools do: its config.json knows nothing of ours."""
     folder.mkdir(parents=True)
     settings = hf_config(model.config, "unknown")
-    del settings[OWN]
+    del settings[OUR_KEY]
     (folder / "config.json").write_text(json.dumps(settings))
     tensors = hf_weights(model)
     save_file(tensors, folder / "model.safetensors")
