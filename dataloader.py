@@ -111,9 +111,6 @@ def recognize(path: Path) -> Shard:
     return Shard(path, 0, path.stat().st_size // TOKEN.itemsize)
 
 
-# ---- A folder of shards --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TokenFolder:
     folder: Path
@@ -180,9 +177,6 @@ def read_manifest(folder: Path) -> dict:
         raise ShardError(
             f"{folder}/{MANIFEST} is damaged: {error!r:.99}; prepare it again"
         ) from None
-
-
-# ---- The order of the sequences, and who reads which ---------------------------------------------
 
 
 @lru_cache

@@ -513,9 +513,6 @@ def evaluate_only(typed: dict, world: World) -> int:
     return ending.DONE
 
 
-# ---- The program ---------------------------------------------------------------------------------
-
-
 def run_program(typed: dict, signals: StopSignals) -> int:
     device.check_torch(torch.__version__)
     world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))

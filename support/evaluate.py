@@ -179,9 +179,6 @@ def samples(model: GPT, tokenizer: str, config: TrainConfig) -> str:
     return "\n---\n".join(texts)
 
 
-# ---- Multiple-choice questions: JSON lines like HellaSwag's, or like ARC's on the hub ------------
-
-
 def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
     """Return the questions in a file, or [] if path is empty. Raise UserError if a line is not a
     question, or if the network does not know the tokens."""

@@ -37,10 +37,9 @@ def micro_batch_sizes(
 
 
 def does_not_fit(config: TrainConfig) -> UserError:
+    too_much = "not even one sequence fits in memory: lower --seq-len"
     if config.micro_batch_size:
         too_much = f"--micro-batch-size {config.micro_batch_size} does not fit in memory: lower it"
-    else:
-        too_much = "not even one sequence fits in memory: lower --seq-len"
     return UserError(f"{too_much}, or {SAVE_MEMORY}")
 
 

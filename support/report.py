@@ -27,15 +27,18 @@ def say_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
         tokenizer=run.data.tokenizer,
         resumed=run.step if state else None,
     )
+    loader = run.loader
+    unused_tokens = sum(shard.num_tokens for shard in loader.shards) - len(loader) * loader.T
+    source = "" if config.data_dir else " (Python's own source)"
     decayed, others = run.model.decay_groups()
     num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
-    optimizer = f"{'Muon and ' if config.muon else ''}{'fused ' if config.fused else ''}AdamW"
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
-        data_line(run),
+        f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs(run):.2f} epochs of"
+        f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over",
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
-        f"optimizer: {optimizer}",
+        f"optimizer: {'Muon and ' if config.muon else ''}{'fused ' if config.fused else ''}AdamW",
         f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
         f"{'flags kept' if state else 'automatic flags'}: {' '.join(untyped_flags(run, typed))}",
@@ -45,16 +48,6 @@ def say_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
     if state:
         lines += changes_since(state, run)
     run.log.print("\n".join(lines))
-
-
-def data_line(run: Run) -> str:
-    loader = run.loader
-    unused_tokens = sum(shard.num_tokens for shard in loader.shards) - len(loader) * loader.T
-    source = "" if run.config.data_dir else " (Python's own source)"
-    return (
-        f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs(run):.2f} epochs of"
-        f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over"
-    )
 
 
 def num_epochs(run: Run) -> float:
