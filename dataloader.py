@@ -180,11 +180,11 @@ def read_manifest(folder: Path) -> dict:
 
 
 @lru_cache
-def round_keys(seed: int, epoch: int) -> list[int]:
+def feistel_keys(seed: int, epoch: int) -> list[int]:
     return [int(key) for key in np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)]
 
 
-def shuffled(number: int, length: int, seed: int, epoch: int) -> int:
+def permuted(number: int, length: int, seed: int, epoch: int) -> int:
     """Return what a permutation of range(length), different in each epoch, maps number to. We
     compute it instead of storing it: a Feistel network (Luby and Rackoff 1988) permutes the numbers
     of 2 * half bits. We apply it until the result is below length (Black and Rogaway 2002), at most
@@ -193,7 +193,7 @@ def shuffled(number: int, length: int, seed: int, epoch: int) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = number >> half, number & mask
-        for key in round_keys(seed, epoch):
+        for key in feistel_keys(seed, epoch):
             mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF  # 2^64 / golden ratio
             mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF
             left, right = right, left ^ (mixed >> 32 & mask)
@@ -238,7 +238,7 @@ class ShardLoader:
                 f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}: {cure}"
             )
         self.position = 0  # sequences dealt out so far, over all ranks
-        self.ahead: tuple | None = None  # numbers and batch, from read_ahead
+        self.prefetched: tuple | None = None  # numbers and batch, from prefetch
 
     def __len__(self) -> int:  # sequences in an epoch
         return self.ends[-1]
@@ -247,7 +247,7 @@ class ShardLoader:
         """Return sequence `number` of the run and the token after it: (T + 1,) uint16."""
         epoch, number = divmod(number, len(self))
         if self.seed is not None:
-            number = shuffled(number, len(self), self.seed, epoch)
+            number = permuted(number, len(self), self.seed, epoch)
         shard_index = bisect_right(self.ends, number)
         shard = self.shards[shard_index]
         if shard_index:
@@ -275,15 +275,15 @@ class ShardLoader:
         """Return this rank's next inputs and targets, (B, T) int64 each."""
         numbers = self.next_numbers()
         self.position += self.num_ranks * self.B
-        if self.ahead and self.ahead[0] == numbers:
-            return self.ahead[1]
+        if self.prefetched and self.prefetched[0] == numbers:
+            return self.prefetched[1]
         return self.batch(numbers)
 
     def next_numbers(self) -> range:
         first = self.position + self.rank * self.B
         return range(first, first + self.B)
 
-    def read_ahead(self):
+    def prefetch(self):
         """Read the next batch now, while the GPU is busy."""
         numbers = self.next_numbers()
-        self.ahead = numbers, self.batch(numbers)
+        self.prefetched = numbers, self.batch(numbers)

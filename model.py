@@ -82,7 +82,7 @@ SHAPES = {  # layers, channels: Radford et al. 2019, table 2; heads: OpenAI's re
 
 # For inputs whose length changes with each call. This omits cuDNN's attention, which spends about a
 # second planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
-ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+VARLEN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -318,11 +318,11 @@ class GPT(nn.Module):
         past = 0
         new = idx[:, -self.config.seq_len :]
         while True:
-            with sdpa_kernel(ANY_SHAPE):
+            with sdpa_kernel(VARLEN_BACKENDS):
                 x = self.features(new, cache, past)[:, -1]  # (B, C)
             past += new.shape[1]
             logits = self.head(x)[:, : self.config.vocab_size].float()  # padding is never drawn
-            new = pick(logits, rng, temperature, top_k)
+            new = sample_token(logits, rng, temperature, top_k)
             yield new
             idx = torch.cat([idx, new], dim=1)
             if past == self.config.seq_len:
@@ -331,7 +331,7 @@ class GPT(nn.Module):
                 new = idx[:, -max(1, self.config.seq_len // 2) :]
 
 
-def pick(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
+def sample_token(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
     """Return a token (B, 1) for each row of logits (B, V): the likeliest at temperature 0, else a
     random one of the top_k likeliest (0: of all). Raise FloatingPointError if logits overflow."""
     if not logits.amax().isfinite():

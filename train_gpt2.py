@@ -37,9 +37,9 @@ from support import checkpoint, corpus, device, evaluate, fit, log, report, run_
 from support.cli import spell, typed_as
 from support.device import autocast
 from support.ending import NumericalError, Phase, StopSignals, UserError
-from support.evaluate import Example
+from support.evaluate import Question
 from support.muon import MuonAdamW
-from support.pretrained import load_weights, read
+from support.pretrained import load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
 from support.run import Run, draw, finish, restore, save, stop
 
@@ -171,7 +171,7 @@ def train_step(run: Run) -> StepResult:
         loss_of_rank += loss.detach()
         if i == 1:
             report.warn_if_slow(run, (time.perf_counter() - started) / 2 * num_micro_batches)
-    run.loader.read_ahead()  # while the GPU computes
+    run.loader.prefetch()  # while the GPU computes
 
     # With --fp16 the gradients are scaled up. Undo that before taking their norm.
     run.scaler.unscale_(run.optimizer)
@@ -317,7 +317,7 @@ def evaluate_if_due(run: Run):
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
             run.val_losses[run.step] = figures["val_loss"]
         run.log.record(step=run.step, **figures)
-        run.log.print(f"validation after step {run.step}: {evaluate.in_words(figures)}")
+        run.log.print(f"validation after step {run.step}: {evaluate.format_metrics(figures)}")
         report.warn_if_overfitting(run)
     if run.step == 0 and not config.init_from:
         return  # random weights have nothing to say
@@ -328,7 +328,7 @@ def evaluate_if_due(run: Run):
     if run.questions:
         shares = evaluate.answers(run.model, run.questions, config, world)
         run.log.record(step=run.step, **shares)
-        run.log.print(f"questions after step {run.step}: {evaluate.in_words(shares)}")
+        run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
     draw(run)
     # Wait for the main rank now, not inside a step: now a signal stops all ranks at once.
     world.barrier()
@@ -347,7 +347,7 @@ class Plan(NamedTuple):
     state: dict | None  # that checkpoint's state.json
     data: TokenFolder
     vocab_size: int
-    questions: list[Example]
+    questions: list[Question]
 
 
 def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -> Plan:
@@ -357,12 +357,12 @@ def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -
     if lock and not is_new:
         run_folder.take_folder(out_dir, lock, is_new)  # now, so that no other run adds a checkpoint
     start, state = find_start(typed, out_dir)
-    source = read(start) if start else None
+    source = read_weights(start) if start else None
     config, off = resolve(typed | {"out_dir": str(out_dir)}, state, source, world.device)
     if lock:
         config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if not whole
     data, vocab_size = corpus.open_data(config, source)
-    questions = evaluate.open_examples(config.hellaswag, vocab_size, data.tokenizer)
+    questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
         check_same_run(state, config, data)
     return Plan(config, off, is_new, start, state, data, vocab_size, questions)
@@ -413,7 +413,7 @@ def check_files_agree(plan: Plan, world: World):
     """Raise UserError if this rank's machine has different files from the main rank's."""
     found = {"the data": world.call_on_all(open_folder, plan.data.folder).fingerprint}
     if plan.start and plan.state:
-        found["the checkpoint"] = checkpoint.fingerprint_here(plan.start)
+        found["the checkpoint"] = checkpoint.fingerprint(plan.start)
     world.check_same(found)
 
 
@@ -423,7 +423,7 @@ def make_model(plan: Plan, world: World) -> GPT:
     # With the same seed, every rank draws the same initial weights.
     model = GPT(config.shape(plan.vocab_size), config.compute_config(), config.seed)
     if plan.start:
-        load_weights(model, world.call_on_all(read, plan.start))
+        load_weights(model, world.call_on_all(read_weights, plan.start))
         check_ranks_agree(model, plan.state["step"] if plan.state else 0, world)
     return model
 
@@ -431,7 +431,7 @@ def make_model(plan: Plan, world: World) -> GPT:
 def check_can_save(model: GPT, plan: Plan, out_dir: Path):
     """Raise an error if the network can't be saved and read back, or the disk is too small."""
     if not plan.state:
-        checkpoint.check_saveable(model, plan.data.tokenizer, out_dir)
+        checkpoint.check_round_trip(model, plan.data.tokenizer, out_dir)
     num_params = sum(p.numel() for p in model.parameters())
     run_folder.check_disk_space(out_dir, num_params, plan.config.keep)
 
@@ -492,7 +492,7 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
     # an uninterrupted one in the last bits.
     for _ in range(2 if world.size > 1 else 0):
         fit.dummy_pass(net, B, config, world)
-    report.say_start(run, typed, plan.off, state)
+    report.print_start(run, typed, plan.off, state)
     return run
 
 
@@ -556,7 +556,7 @@ def main(argv: list[str] | None = None) -> int:
         with signals:
             return run_program(typed, signals)
     except (Exception, KeyboardInterrupt) as error:
-        exit_code = ending.exit_code_of(fit.explained(error), signals)
+        exit_code = ending.exit_code_of(fit.as_user_error(error), signals)
         if exit_code is None:
             raise
         return exit_code

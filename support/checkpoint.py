@@ -169,14 +169,14 @@ def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
-def check_saveable(model: GPT, tokenizer: str, path: Path):
+def check_round_trip(model: GPT, tokenizer: str, path: Path):
     """Raise an error unless the network, saved and read back, would be the same. A code change that
     breaks this fails before the first step, not at a resume. The message names path."""
     settings = json.loads(as_json(pretrained.hf_config(model.config, tokenizer)))
     check_same(pretrained.from_hf(settings, pretrained.hf_weights(model), path), model)
 
 
-def check_readable(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
+def check_read_back(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
     """Raise an error unless a resume would read exactly what was saved in a checkpoint."""
     check_same(pretrained.read_hf(path), model)
     written = load_file(path / "optimizer.safetensors")
@@ -193,7 +193,7 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
             raise RuntimeError(f"{saved.path}: {name} is not read as it was saved")
 
 
-def fingerprint_here(path: Path) -> str:
+def fingerprint(path: Path) -> str:
     """Return a fingerprint of a checkpoint, as this rank's machine sees it."""
     try:
         names = sorted(file.name for file in path.iterdir())
@@ -225,7 +225,7 @@ def find_weights(name: str) -> Path:
 def open_model(path: Path) -> tuple[GPT, str]:
     """Return the network and the tokenizer's name from a checkpoint, or from another file or folder
     of weights. Raise UserError if there is no network, or if it is damaged."""
-    source = pretrained.read(path)
+    source = pretrained.read_weights(path)
     model = GPT(source.shape).eval()
     pretrained.load_weights(model, source)
     return model, source.tokenizer

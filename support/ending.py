@@ -71,7 +71,7 @@ def print_error(text: str):
         print(f"{program}: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
 
 
-def report(text: str):
+def print_last_line(text: str):
     """Print a run's last line, and pass it on to torchrun."""
     print_error(text)
     tell_torchrun(text)
@@ -165,7 +165,7 @@ def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
     if exit_code is None and isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         exit_code = DiskError.exit_code
     if exit_code is not None:
-        report(f"error: {error}")
+        print_last_line(f"error: {error}")
     return exit_code
 
 

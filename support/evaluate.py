@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 
 from config import TrainConfig
 from dataloader import VOCAB_SIZES, ShardLoader, TokenFolder
-from model import ANY_SHAPE, GPT
+from model import GPT, VARLEN_BACKENDS
 from support import log
 from support.device import autocast
 from support.ending import UserError, reset_watchdog
@@ -48,7 +48,7 @@ def to_device(batch: tuple, device: torch.device) -> tuple:
     return tuple(tensor.to(device, non_blocking=non_blocking) for tensor in batch)
 
 
-class Example(NamedTuple):
+class Question(NamedTuple):
     """A multiple-choice question as tokens: uint16 arrays, none of them empty."""
 
     context: np.ndarray
@@ -111,7 +111,7 @@ def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
     return figures
 
 
-def in_words(figures: dict[str, float]) -> str:
+def format_metrics(figures: dict[str, float]) -> str:
     """Return "loss 3.2800, perplexity 26.5758, ..."."""
     texts = []
     for name, value in figures.items():
@@ -121,7 +121,7 @@ def in_words(figures: dict[str, float]) -> str:
 
 
 def evaluate_weights(
-    model: GPT, data: TokenFolder, questions: list[Example], config: TrainConfig, world: World
+    model: GPT, data: TokenFolder, questions: list[Question], config: TrainConfig, world: World
 ) -> str:
     """Return what --eval-only prints: the loss over --eval-tokens, and the fractions of right
     answers to --hellaswag."""
@@ -136,7 +136,7 @@ def evaluate_weights(
         figures |= validate(model, model, loader, data.tokenizer, config, world)
     if questions:
         figures |= answers(model, questions, config, world)
-    text = in_words(figures) or "nothing to do: add --eval-tokens or --hellaswag"
+    text = format_metrics(figures) or "nothing to do: add --eval-tokens or --hellaswag"
     if config.eval_tokens:
         text = f"{num_val_sequences(config, loader) * loader.T:,} validation tokens: {text}"
     return text
@@ -179,7 +179,7 @@ def samples(model: GPT, tokenizer: str, config: TrainConfig) -> str:
     return "\n---\n".join(texts)
 
 
-def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
+def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]:
     """Return the questions in a file, or [] if path is empty. Raise UserError if a line is not a
     question, or if the network does not know the tokens."""
     if not path:
@@ -205,7 +205,7 @@ def open_examples(path: str, vocab_size: int, tokenizer: str) -> list[Example]:
     return examples
 
 
-def as_example(record: dict, codec: Tokenizer) -> Example:
+def as_example(record: dict, codec: Tokenizer) -> Question:
     """Return a record as tokens: its context, and each choice after a space, as in llm.c."""
     if "endings" in record:
         context, choices = record["ctx"], record["endings"]
@@ -218,24 +218,24 @@ def as_example(record: dict, codec: Tokenizer) -> Example:
         raise ValueError("it has an empty text, or a label that names no choice")
     texts = [context] + [f" {choice}" for choice in choices]
     tokens = [np.array(codec.encode(text), np.uint16) for text in texts]
-    return Example(tokens[0], tokens[1:], [len(choice) for choice in choices], label)
+    return Question(tokens[0], tokens[1:], [len(choice) for choice in choices], label)
 
 
 def answers(
-    model: GPT, examples: list[Example], config: TrainConfig, world: World
+    model: GPT, examples: list[Question], config: TrainConfig, world: World
 ) -> dict[str, float]:
     """Return the fraction of right answers by three measures. The ranks share the work."""
     examples_of_rank = examples[world.rank :: world.size]
     with eval_mode(model), autocast(config.dtype, world.device):
         losses = choice_losses(model, examples_of_rank, world.device)
     shares = {}
-    for name, count in right_answers(examples_of_rank, losses).items():
+    for name, count in count_right(examples_of_rank, losses).items():
         shares[f"hellaswag_{name}"] = sum(world.gather(count)) / len(examples)
     return shares
 
 
 @torch.no_grad()
-def choice_losses(model: GPT, examples: list[Example], device: torch.device) -> list[np.ndarray]:
+def choice_losses(model: GPT, examples: list[Question], device: torch.device) -> list[np.ndarray]:
     """Return the loss of each choice of each example, in nats, summed over the choice's tokens."""
     texts = []  # per choice: context and choice as tokens, and the choice's length
     for example in examples:
@@ -265,7 +265,7 @@ def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tenso
         inputs.append(tokens[:-1])
         targets.append(tokens[1:][-num_answer_tokens:])  # nothing predicts the first token
     padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B, T)
-    with sdpa_kernel(ANY_SHAPE):
+    with sdpa_kernel(VARLEN_BACKENDS):
         x = model.features(padded)  # (B, T, C)
     counts = [len(answer) for answer in targets]
     # Only the answers' positions go through the head.
@@ -278,7 +278,7 @@ def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tenso
     return torch.stack([part.sum() for part in losses.split(counts)])
 
 
-def right_answers(examples: list[Example], losses: list[np.ndarray]) -> dict[str, int]:
+def count_right(examples: list[Question], losses: list[np.ndarray]) -> dict[str, int]:
     """Count the examples whose likeliest choice is right. acc compares log-probabilities. acc_norm
     divides each by the choice's characters, as lm-evaluation-harness does, and acc_norm_tokens by
     its tokens, as llm.c and build-nanogpt do."""

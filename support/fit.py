@@ -93,7 +93,7 @@ def dummy_pass(net: nn.Module, B: int, config: TrainConfig, world: World, sync: 
     net.zero_grad(set_to_none=True)
 
 
-def explained(error: BaseException) -> BaseException:
+def as_user_error(error: BaseException) -> BaseException:
     """Return error or, if memory ran out, a UserError with the cure."""
     if not is_out_of_memory(error):
         return error

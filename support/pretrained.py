@@ -89,7 +89,7 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
     return settings
 
 
-def read(path: Path) -> Pretrained:
+def read_weights(path: Path) -> Pretrained:
     """Return the weights in a folder in Hugging Face's format, or in a .pt of nanoGPT's kind."""
     if path.name == "model.safetensors":
         path = path.parent

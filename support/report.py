@@ -15,7 +15,7 @@ from support.tokenizer import load_tokenizer, vocab_cure
 OVERFITTING_CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
 
 
-def say_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
+def print_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
     """Log every flag. Print the folder, data, model and device, and the automatic flags."""
     config, env = run.config, run.environment
     run.log.record(
@@ -43,7 +43,7 @@ def say_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
         f"{'flags kept' if state else 'automatic flags'}: {' '.join(untyped_flags(run, typed))}",
         *[f"off: {spell(name)} {reason}" for name, reason in off.items()],
-        *hints(run),
+        *start_warnings(run),
     ]
     if state:
         lines += changes_since(state, run)
@@ -67,7 +67,7 @@ def untyped_flags(run: Run, typed: dict) -> list[str]:
     return flags
 
 
-def hints(run: Run) -> list[str]:
+def start_warnings(run: Run) -> list[str]:
     """Return lines about what may surprise the user or is missing on this machine."""
     config, env = run.config, run.environment
     lines = []
@@ -80,10 +80,10 @@ def hints(run: Run) -> list[str]:
         )
     if config.fp16 and env["device"] == "cpu":
         lines.append("--fp16 is for GPUs: on a CPU it is slower than float32")
-    return lines + missing_parts(env, run.data.tokenizer)
+    return lines + missing_software(env, run.data.tokenizer)
 
 
-def missing_parts(env: dict, tokenizer: str) -> list[str]:
+def missing_software(env: dict, tokenizer: str) -> list[str]:
     """Return lines about what is missing on this machine."""
     lines = []
     if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):

@@ -14,7 +14,7 @@ from dataloader import ShardLoader, TokenFolder
 from model import GPT
 from support import checkpoint, log
 from support.ending import STOPPED, Phase, StopSignals, reset_watchdog
-from support.evaluate import Example
+from support.evaluate import Question
 from support.files import whole_file
 from support.ranks import World, check_ranks_agree
 from support.run_folder import SUMMARY, read_summary
@@ -34,7 +34,7 @@ class Run:
     environment: dict  # torch, processor, ranks, ...: what affects results, besides the flags
     data: TokenFolder
     val_loader: ShardLoader
-    questions: list[Example]
+    questions: list[Question]
     net: nn.Module  # what the loop calls: model behind torch.compile and DDP
 
     model: GPT  # the plain module
@@ -99,7 +99,7 @@ def write_checkpoint(run: Run):
     # per 250 steps.
     path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
     if not run.has_read_back:
-        checkpoint.check_readable(path, run.model, run.optimizer)
+        checkpoint.check_read_back(path, run.model, run.optimizer)
         run.has_read_back = True
     checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
     run.log.record(saved=run.step, path=str(path), save_s=time.perf_counter() - started)

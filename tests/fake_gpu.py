@@ -191,12 +191,12 @@ def fake_gpu(gib: float, capability: str) -> Iterator[Device]:
         (torch, "Generator"): Generator,
         (F, "scaled_dot_product_attention"): fused_attention,
         (train_gpt2, "GPT"): Model,
-        (train_gpt2, "read"): with_numbers(train_gpt2.read),
+        (train_gpt2, "read_weights"): with_numbers(train_gpt2.read_weights),
         (checkpoint, "load_file"): with_numbers(checkpoint.load_file),
         (checkpoint, "save"): not_written,
         (run_folder, "check_disk_space"): lambda *_: None,  # 75 GB for gpt2-xl
-        (checkpoint, "check_saveable"): lambda *_: None,
-        (checkpoint, "check_readable"): lambda *_: None,
+        (checkpoint, "check_round_trip"): lambda *_: None,
+        (checkpoint, "check_read_back"): lambda *_: None,
     }
     with ExitStack() as stack:
         for (place, name), stand_in in stand_ins.items():

@@ -17,14 +17,14 @@ from model import GPT, GPTConfig
 from support import checkpoint, pretrained
 from support.checkpoint import (
     DamagedCheckpoint,
-    check_readable,
+    check_read_back,
     checkpoints,
     load_model,
     save,
     verify,
 )
 from support.ending import NoGoodCheckpoint, UserError
-from support.pretrained import load_weights, read
+from support.pretrained import load_weights, read_weights
 from support.ranks import World
 from train_gpt2 import make_optimizer
 
@@ -61,13 +61,13 @@ def saved(folder: Path, step: int = 7, muon: bool = False) -> Path:
 def test_a_saved_network_and_its_optimizer_go_on_to_the_bit(tmp_path, muon):
     model, optimizer = after_steps(3, muon)
     path = save(tmp_path, model, optimizer, {"step": 3, "tokenizer": "unknown"})
-    check_readable(path, model, optimizer)
+    check_read_back(path, model, optimizer)
     names = {name for name, p in model.named_parameters() for _ in optimizer.state[p]}
     assert names == {name for name, _ in model.named_parameters()}
     copy, its_optimizer = after_steps(1, muon)  # has a state of its own, which must go
     for group in its_optimizer.param_groups:
         group["lr"] = 0.02
-    load_weights(copy, read(path))
+    load_weights(copy, read_weights(path))
     checkpoint.load_optimizer(path, copy, its_optimizer)
     assert all(group["lr"] == 0.02 for group in its_optimizer.param_groups)  # this command's
     for m, o in ((model, optimizer), (copy, its_optimizer)):
@@ -91,18 +91,18 @@ def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
         before = tensor.clone()
         tensor.data += 1
         with pytest.raises(RuntimeError, match="is not read as it was saved"):
-            check_readable(path, model, optimizer)
+            check_read_back(path, model, optimizer)
         tensor.data.copy_(before)
-        check_readable(path, model, optimizer)
+        check_read_back(path, model, optimizer)
     model.config = GPTConfig(vocab_size=5, seq_len=2, n_layer=1, n_head=2, n_embd=4)
     with pytest.raises(RuntimeError, match="n_head=2"):
-        check_readable(path, model, optimizer)
+        check_read_back(path, model, optimizer)
     every = pretrained.hf_weights(model)
     kept = {name: tensor for name, tensor in every.items() if "ln_f" not in name}
     monkeypatch.setattr(pretrained, "hf_weights", lambda _: kept)
     path = save(tmp_path, model, optimizer, {"step": 4, "tokenizer": "unknown"})
     with pytest.raises(UserError, match="lacks .*ln_f"):
-        check_readable(path, model, optimizer)
+        check_read_back(path, model, optimizer)
 
 
 def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path):
@@ -111,7 +111,8 @@ def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path):
         assert tokenizer.encode("a") == [97] and not model.training
         idx = torch.tensor([tokenizer.encode("def")])
         assert model.logits(idx).shape == (1, 3, model.config.num_rows)
-    assert_close(model.transformer.ln_f.weight, read(whole[1] / "step_000012").weights[LN_F])
+    saved = read_weights(whole[1] / "step_000012").weights
+    assert_close(model.transformer.ln_f.weight, saved[LN_F])
     with pytest.raises(UserError, match="there is no such file or folder"):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="step_000009 is not there: .* has step_000012, step_0000"):

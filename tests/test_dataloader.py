@@ -188,13 +188,13 @@ def test_reading_ahead_changes_nothing(shards, monkeypatch):
     order, reads, read = dealt(shards, 2, 1, seed=1), [], Shard.read
     monkeypatch.setattr(Shard, "read", lambda *args: reads.append(args) or read(*args))
     loader = ShardLoader(shards, 2, T, seed=1)
-    loader.read_ahead()
+    loader.prefetch()
     assert loader.position == 0 and len(reads) == 2
     assert [loader.next_batch()[0][:, 0].tolist() for _ in range(3)] == [
         order[0:2], order[2:4], order[4:6],
     ]  # fmt: skip
     assert len(reads) == 6, "what was read ahead is read once"
-    loader.read_ahead()
+    loader.prefetch()
     loader.position = 2  # as a resume sets it
     assert loader.next_batch()[0][:, 0].tolist() == order[2:4]
 

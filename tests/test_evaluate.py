@@ -15,8 +15,8 @@ from config import TrainConfig
 from dataloader import VOCAB_SIZES, ShardLoader, open_shard
 from model import GPT, GPTConfig
 from support import evaluate
-from support.evaluate import open_examples
-from support.pretrained import load_weights, read
+from support.evaluate import open_questions
+from support.pretrained import load_weights, read_weights
 from support.ranks import World
 from support.tokenizer import load_tokenizer
 
@@ -119,10 +119,10 @@ def test_choices_are_those_of_an_independent_scoring(tmp_path):
         choices.append(best[0])
         for name, choice in zip(right, best, strict=True):
             right[name].append(choice == question["label"])
-    source = read(tmp_path / "hf")
+    source = read_weights(tmp_path / "hf")
     model = GPT(source.shape)
     load_weights(model, source)
-    examples = open_examples(str(path), 257, "bytes")
+    examples = open_questions(str(path), 257, "bytes")
     losses = evaluate.choice_losses(model, examples, ALONE.device)
     assert [sums.argmin() for sums in losses] == choices
     shares = evaluate.answers(model, examples, CONFIG, ALONE)

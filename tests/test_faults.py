@@ -414,7 +414,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "a signal to rank 0 in a step": (at("train_step", 3, send, signal.SIGINT), 2, 3, "", [3]),
     "to rank 1": (at("train_step", 3, send, signal.SIGUSR1, on_rank=1), 2, 3, "", [3]),
     "to both in a sample": (signal_to_all, 2, 3, "", [12, 10]),
-    "that Python ignores": (at("report.say_start", 1, signal_in_callback), 1, 3, "", [1]),
+    "that Python ignores": (at("report.print_start", 1, signal_in_callback), 1, 3, "", [1]),
     "a NaN loss": (at("train_step", 4, bad_loss, on_rank=1), 2, 4, r" 1\).* 36 to 47", [3]),
     "an infinite gradient": (at("train_step", 4, bad_gradient, on_rank=1), 2, 4, "k none", [3]),
     "other weights": (at("log_step", 6, change_a_weight, on_rank=1), 2, 4, "10 rank 1 ", [5]),

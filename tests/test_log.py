@@ -135,10 +135,12 @@ def test_what_is_missing_on_this_machine_is_told(monkeypatch):
     cases = (("smi", "2.13.0+cpu", True), (None, "2.13.0+cpu", False), ("smi", "2.13.0", False))
     for gpu, version, is_told in cases:
         monkeypatch.setattr(shutil, "which", lambda name, gpu=gpu: gpu)
-        hints = report.missing_parts({"device": "cpu", "torch": version}, "bytes")
+        hints = report.missing_software({"device": "cpu", "torch": version}, "bytes")
         assert any("torch is for CPUs" in line for line in hints) == is_told
     monkeypatch.setattr(report, "load_tokenizer", lambda name: None)
-    assert "TIKTOKEN_CACHE_DIR" in report.missing_parts({"device": "cuda", "torch": ""}, "gpt2")[0]
+    assert (
+        "TIKTOKEN_CACHE_DIR" in report.missing_software({"device": "cuda", "torch": ""}, "gpt2")[0]
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")

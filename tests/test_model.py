@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from model import GPT, SHAPES, ComputeConfig, GPTConfig, attention, flash_attention, pick
+from model import GPT, SHAPES, ComputeConfig, GPTConfig, attention, flash_attention, sample_token
 from support.pretrained import CONV1D
 
 TINY = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
@@ -335,7 +335,7 @@ def check_cache(shape: GPTConfig, computation: ComputeConfig, temperature: float
     rng = torch.Generator().manual_seed(3)
     for _ in range(60):
         logits = model.logits(idx[:, start:])[:, -1, :97]
-        idx = torch.cat([idx, pick(logits, rng, temperature, 20)], dim=1)
+        idx = torch.cat([idx, sample_token(logits, rng, temperature, 20)], dim=1)
         start = idx.shape[1] - 8 if idx.shape[1] - start > 16 else start
     assert torch.equal(generate(model, tokens(3, 5), 60, 3, temperature, 20), idx)
     assert len(idx[0].unique()) > 5 and idx.max() < 97
@@ -354,19 +354,19 @@ def test_pick_draws_by_temperature_and_top_k():
         (1.0, 2): torch.tensor([5, 2, 0, 0, 0]) / 7,
         (1.0, 9): probs,
     }.items():
-        ids = pick(logits, rng, temperature, top_k)[:, 0]
+        ids = sample_token(logits, rng, temperature, top_k)[:, 0]
         assert_close(ids.bincount(minlength=5) / len(logits), expected, rtol=0, atol=0.015)
 
 
 def test_pick_is_greedy_at_the_smallest_temperatures_and_refuses_what_is_not_finite():
     logits = 100 * torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     for temperature, top_k in product([5e-324, 1e-45, 1.2e-38, 1e-20, -0.0, 0], [0, 20, 1]):
-        ids = pick(logits, torch.Generator(), temperature, top_k)
+        ids = sample_token(logits, torch.Generator(), temperature, top_k)
         assert torch.equal(ids, logits.argmax(dim=-1, keepdim=True))
     for temperature, value in product([0, 1.0, 1e308], [math.inf, math.nan]):
         logits[1, 4] = value
         with pytest.raises(FloatingPointError):
-            pick(logits, torch.Generator(), temperature, 3)
+            sample_token(logits, torch.Generator(), temperature, 3)
 
 
 @EITHER_ATTENTION

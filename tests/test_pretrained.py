@@ -23,7 +23,7 @@ import sample as sample_program
 import train_gpt2
 from model import GPT, SHAPES, GPTConfig
 from support.checkpoint import save
-from support.pretrained import hf_config, hf_weights, load_weights, read
+from support.pretrained import hf_config, hf_weights, load_weights, read_weights
 from support.tokenizer import load_tokenizer
 
 ROOT = Path(train_gpt2.__file__).parent
@@ -34,7 +34,7 @@ SMALLEST = GPTConfig(vocab_size=3, seq_len=2, n_layer=1, n_head=1, n_embd=2)
 
 
 def loaded(path: Path, **changes) -> GPT:
-    source = read(path)
+    source = read_weights(path)
     model = GPT(replace(source.shape, **changes))
     load_weights(model, source)
     return model

@@ -9,7 +9,7 @@ from conftest import NEEDS_GPT2, jsonl
 from dataloader import VOCAB_SIZES
 from support import evaluate, tokenizer
 from support.ending import UserError
-from support.evaluate import Example, open_examples
+from support.evaluate import Question, open_questions
 
 ENDINGS = ["uses wrap.", "rips tiles off\u2026", "<|endoftext|>", " starts"]
 ARC = {"text": ["dry", "wet palms", "oily"], "label": ["A", "B", "C"]}
@@ -37,7 +37,7 @@ def ids(tokenizer: str, text: str) -> list[int]:
 def test_questions_become_tokens_of_context_and_choices_with_a_space(tokenizer, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", *(record for record, *_ in LAYOUTS))
     path.write_bytes(b"\n" + path.read_bytes().replace(b"\n", b"\r\n"))  # as Windows has it
-    examples = open_examples(str(path), VOCAB_SIZES[tokenizer], tokenizer)
+    examples = open_questions(str(path), VOCAB_SIZES[tokenizer], tokenizer)
     for example, (_, context, choices, label) in zip(examples, LAYOUTS, strict=True):
         assert example.context.tolist() == ids(tokenizer, context)
         expected = [ids(tokenizer, f" {text}") for text in choices]
@@ -47,7 +47,7 @@ def test_questions_become_tokens_of_context_and_choices_with_a_space(tokenizer, 
 
 
 def test_without_a_file_there_are_no_questions():
-    assert open_examples("", 257, "bytes") == []
+    assert open_questions("", 257, "bytes") == []
 
 
 BAD = [
@@ -65,7 +65,7 @@ def test_a_bad_line_is_one_line_with_its_place(line, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(HELLASWAG) + "\n\n" + line)
     message = r"^--hellaswag .*a.jsonl, line 3 is not a valid question .*$"
     with pytest.raises(UserError, match=message):
-        open_examples(str(tmp_path / "a.jsonl"), 257, "bytes")
+        open_questions(str(tmp_path / "a.jsonl"), 257, "bytes")
 
 
 def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
@@ -74,13 +74,13 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
     for name, cure in {"empty.jsonl": "--download hellaswag", "llmc.bin": "--download hellaswag",
                        "nowhere": "no such file", ".": "no such file"}.items():  # fmt: skip
         with pytest.raises(UserError, match=cure):
-            open_examples(str(tmp_path / name), 257, "bytes")
+            open_questions(str(tmp_path / name), 257, "bytes")
     path = str(jsonl(tmp_path / "a.jsonl", HELLASWAG))
     with pytest.raises(UserError, match="no tokenizer called unknown on this machine"):
-        open_examples(path, 65, "unknown")
+        open_questions(path, 65, "unknown")
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *_: None)
     with pytest.raises(UserError, match="gpt2 on this machine: run python .* TIKTOKEN_CACHE_DIR"):
-        open_examples(path, 50257, "gpt2")
+        open_questions(path, 50257, "gpt2")
 
 
 def test_right_answers_are_counted_by_sum_by_characters_and_by_tokens():
@@ -88,8 +88,8 @@ def test_right_answers_are_counted_by_sum_by_characters_and_by_tokens():
     tokens = [np.zeros(n, "u2") for n in (2, 9, 6)]
     sums = np.array([2.0, 5.0, 3.0 * 1.1])
     for label in range(3):
-        example = Example(np.zeros(1, "u2"), tokens, [1, 4, 2], label)
-        counted = evaluate.right_answers([example], [sums])
+        example = Question(np.zeros(1, "u2"), tokens, [1, 4, 2], label)
+        counted = evaluate.count_right([example], [sums])
         per_char = sums / [1, 4, 2]
         per_token = sums / [2, 9, 6]
         assert counted == {

@@ -80,7 +80,7 @@ def test_a_loss_of_numbers_is_one_line(whole, capsys, monkeypatch):
     def overflow(*_):
         raise FloatingPointError("the logits overflow")
 
-    monkeypatch.setattr("model.pick", overflow)
+    monkeypatch.setattr("model.sample_token", overflow)
     assert sample.main([str(whole[1]), "--prompt=a"]) == 2
     assert capsys.readouterr().err.startswith("sample.py: error: ")
 

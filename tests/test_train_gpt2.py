@@ -272,13 +272,13 @@ def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
 
 def count_read_backs(rank: int):
     """Injection: how many checkpoints this process reads back, in a file."""
-    check_readable, path = train_gpt2.checkpoint.check_readable, Path("read back")
+    check_read_back, path = train_gpt2.checkpoint.check_read_back, Path("read back")
 
     def counted(*args):
         path.write_text(f"{path.read_text() if path.exists() else ''}{args[0].name} ")
-        check_readable(*args)
+        check_read_back(*args)
 
-    train_gpt2.checkpoint.check_readable = counted
+    train_gpt2.checkpoint.check_read_back = counted
 
 
 def test_each_process_reads_its_first_save_back_a_resumed_one_too(data_dir, tmp_path):
