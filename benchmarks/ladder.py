@@ -303,6 +303,8 @@ def start(args: Namespace) -> Ladder:
     paths = Path(args.out).glob("ladder-*.json") if args.resume else []
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         content = machine.load(path)
+        # Try again what failed: it may have been stopped.
+        content["rungs"] = [rung for rung in content["rungs"] if rung["state"] != "failed"]
         below = [r["name"] for r in content["rungs"][1:] if not report.is_beyond(r["name"])]
         wanted = [name for name in args.only if not report.is_beyond(name)]
         if content["settings"] == settings and below == wanted[: len(below)]:
