@@ -303,6 +303,8 @@ def start(args: Namespace) -> Ladder:
     paths = Path(args.out).glob("ladder-*.json") if args.resume else []
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         content = machine.load(path)
+        # Try again what failed: it may have been stopped.
+        content["rungs"] = [rung for rung in content["rungs"] if rung["state"] != "failed"]
         below = [r["name"] for r in content["rungs"][1:] if not report.is_beyond(r["name"])]
         wanted = [name for name in args.only if not report.is_beyond(name)]
         if content["settings"] == settings and below == wanted[: len(below)]:
@@ -311,7 +313,7 @@ def start(args: Namespace) -> Ladder:
 
 
 def main() -> int:
-    """Measure and show a ladder; return exit code 3 if a rung was refused or failed."""
+    """Measure and show a ladder; return exit code 1 if a rung failed, and 3 if one was refused."""
     ladder = start(parse_args())
     with TemporaryDirectory() as cache:
         # Shared by the runs, and empty at the start, unless the caller has one.
@@ -322,7 +324,9 @@ def main() -> int:
     report.draw(ladder.content, ladder.path.with_suffix(".png"))
     print(f"\n{report.block({ladder.path.name: ladder.content})}\n\n{ladder.path}")
     states = [rung["state"] for rung in ladder.content["rungs"]]
-    return 3 if "refused" in states or "failed" in states else 0
+    if "failed" in states:
+        return 1
+    return 3 if "refused" in states else 0
 
 
 if __name__ == "__main__":

@@ -118,8 +118,8 @@ def conditions(content: dict) -> str:
     if env["changed"]:
         where += f" and changes to {', '.join(env['changed'])}"
     rounds = max(len(rung["runs"]) for rung in content["rungs"])
-    steps = f"Median of {content['settings']['steps']} steps in each of {rounds} rounds"
-    return f"{size}, {where}. {steps}"
+    each = f" in each of {rounds} rounds" if rounds > 1 else ""
+    return f"{size}, {where}. Median of {content['settings']['steps']} steps{each}"
 
 
 def block(contents: dict[str, dict]) -> str:

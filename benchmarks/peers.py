@@ -224,10 +224,13 @@ def rows(result: dict) -> list[dict]:
         speeds = [1000 * result["batch_tokens"] / step_ms(run) for run in runs]
         ratios = [step_ms(done[name]) / step_ms(done[OURS]) for done in rounds]
         row = {"program": f"{name} {variant}"}
-        row["tokens/s"] = f"{median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
-        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        ratio = "" if name == OURS else f"{median(ratios):.2f} ({each})"
-        row["train_gpt2.py is faster by"] = ratio
+        row["tokens/s"] = f"{median(speeds):,.0f}"
+        row["train_gpt2.py is faster by"] = "" if name == OURS else f"{median(ratios):.2f}"
+        if len(rounds) > 1:
+            row["tokens/s"] += f" ({min(speeds):,.0f} to {max(speeds):,.0f})"
+        if len(rounds) > 1 and name != OURS:
+            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            row["train_gpt2.py is faster by"] += f" ({each})"
         row["peak MiB"] = f"{max(run['peak_mib'] for run in runs):,.0f}"
         row["loss"] = f"{runs[-1]['loss'][0]:.2f} to {runs[-1]['loss'][-1]:.2f}"
         table.append(row)

@@ -85,7 +85,7 @@ def block(contents: dict[str, dict]) -> str:
         row |= {"torch": env["torch"], "flags": " ".join(run["flags"]) or "the defaults"}
         row["same losses"] = "yes" if run["same_losses"] else "no"
         row["same weights"] = "yes" if run["same_weights"] else "no"
-        rows.append(row | {"largest difference": f"{run['difference']:.0e}"})
+        rows.append(row | {"largest difference": f"{run['difference']:.0e}".replace("0e+00", "0")})
     return machine.markdown(rows)
 
 

@@ -49,7 +49,7 @@ TINY = {  # flags of a run of a second
     "sample_tokens": 20,
 }  # fmt: skip
 LONGEST = (  # of the slow tests
-    "test_the_whole_ladder", "test_the_soak_finds", "test_the_quick_run", "test_the_whole_124m",
+    "test_the_whole_ladder", "test_the_soak_finds", "test_all_parts_run", "test_the_whole_124m",
     "test_the_real_train_gpt2", "test_every_flipped_bit", "test_compile", "test_30_mb",
 )  # fmt: skip
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ... of pytest-xdist; none: alone

@@ -85,41 +85,28 @@ def test_words_of_a_last_figure_and_of_an_accuracy(tmp_path):
     assert accuracy.endswith("(1B tokens): 0.020 behind one on it, 0.3000 at as many tokens")
 
 
-def test_only_references_on_the_same_data_are_taken(tmp_path):
-    references = [CURVE, CURVE | {"data": "Other"}, CURVE | {"what": "hellaswag_acc", "data": "it"}]
-    mine = plot.read_run(write_log(tmp_path / "a", step(1, 9.0)))
-    unknown = plot.read_run(write_log(tmp_path / "b", step(1, 9.0), data_dir="somewhere"))
-    assert [r["data"] for r in plot.alike(mine, references)] == ["Mine", "it"]
-    assert plot.alike(unknown, references) == []
-
-
-def test_the_shards_tell_the_data_set_where_the_folder_has_another_name(tmp_path):
-    references = [CURVE | {"data": "FineWeb-Edu"}, CURVE | {"data": "FineWeb"}]
-    shards = {"edu_fineweb": ["FineWeb-Edu"], "edufineweb": ["FineWeb-Edu"], "fineweb": ["FineWeb"]}
-    for stem, data in (shards | {"mine": []}).items():
-        folder = tmp_path / stem / "fineweb"
-        folder.mkdir(parents=True)
-        (folder / f"{stem}_val_000000.bin").touch()
-        log = write_log(tmp_path / f"run-{stem}", step(1, 9.0), data_dir=str(folder))
-        assert [r["data"] for r in plot.alike(plot.read_run(log), references)] == data
-
-
 @pytest.mark.parametrize(
-    ("folder", "data"),
+    ("folder", "shards", "data"),
     [
-        ("data/fineweb-edu", ["FineWeb-Edu"]),
-        ("/disk/edu_fineweb10B", ["FineWeb-Edu"]),
-        ("data/fineweb10B", ["FineWeb"]),
-        ("data/openwebtext", ["OpenWebText"]),
-        ("data/webtext", []),
-        ("data/my-fineweb", []),
-        ("", []),
+        ("data/fineweb-edu", "", ["FineWeb-Edu"]),
+        ("/disk/edu_fineweb10B", "", ["FineWeb-Edu"]),
+        ("data/fineweb10B", "", ["FineWeb"]),
+        ("data/openwebtext", "", ["OpenWebText"]),
+        ("data/my-fineweb", "", []),
+        ("", "", []),
+        ("fineweb", "edufineweb", ["FineWeb-Edu"]),  # the shards know better than the folder
+        ("fineweb", "mine", []),
     ],
 )
-def test_a_folder_that_is_not_here_tells_the_data_set_by_its_name(tmp_path, folder, data):
-    run = plot.read_run(write_log(tmp_path / "run", step(1, 9.0), data_dir=folder))
-    losses = [r for r in machine.load(plot.REFERENCES) if r["what"] == "val_loss"]
-    assert list(dict.fromkeys(r["data"] for r in plot.alike(run, losses))) == data
+def test_references_are_on_the_data_set_that_shards_or_folder_name(tmp_path, folder, shards, data):
+    if shards:
+        folder = tmp_path / folder
+        folder.mkdir()
+        (folder / f"{shards}_val_000000.bin").touch()
+    run = plot.read_run(write_log(tmp_path / "run", step(1, 9.0), data_dir=str(folder)))
+    references = machine.load(plot.REFERENCES)
+    losses = [r for r in plot.alike(run, references) if r["what"] == "val_loss"]
+    assert list(dict.fromkeys(r["data"] for r in losses)) == data
 
 
 @pytest.mark.parametrize(
