@@ -13,7 +13,7 @@ import tokenize
 from pathlib import Path
 
 READ_FIRST = ("train_gpt2.py", "model.py", "dataloader.py")
-COLLECTIVES = "sum gather barrier check_same call_on_main call_on_all end_all check_ranks_agree"
+COLLECTIVES = "sum gather barrier check_same call_on_main call_on_all end_all"
 COLLECTIVES += " from_main on_all raise_on_all"  # the names up to 010cfd1
 LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
@@ -43,31 +43,25 @@ class Source:
     def longest_function(self) -> tuple[int, str]:
         """Return the code lines of the longest function, and its name."""
         found = [(0, "")]
-        for node in self.nodes:
-            if isinstance(node, ast.FunctionDef):
-                lines = self.code_lines & set(range(node.lineno, node.end_lineno + 1))
-                found.append((len(lines), f"{self.name}: {node.name}"))
+        for f in self.nodes:
+            if isinstance(f, ast.FunctionDef):
+                lines = self.code_lines & set(range(f.lineno, f.end_lineno + 1))
+                found.append((len(lines), f"{self.name}: {f.name}"))
         return max(found)
 
     def num_collectives(self) -> int:
         """Return the calls in this file that all ranks must make."""
-        count = 0
-        for node in self.nodes:
-            if isinstance(node, ast.Call):
-                owner, _, name = ast.unparse(node.func).rpartition(".")
-                of_world = owner.endswith("world") or name == "check_ranks_agree"
-                count += of_world and name in COLLECTIVES.split()
-        return count
+        calls = [ast.unparse(node.func) for node in self.nodes if isinstance(node, ast.Call)]
+        methods = tuple(f"world.{name}" for name in COLLECTIVES.split())
+        return sum(name.endswith(methods) or name == "check_ranks_agree" for name in calls)
 
     def imports(self) -> set[str]:
         """Return the modules that the file imports, also inside functions and conditions."""
         found = set()
         for node in self.nodes:
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                found.add(node.module)
-                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                found.update([module[:-1], *(module + alias.name for alias in node.names)])
         return found
 
 
@@ -100,9 +94,7 @@ def figures(root: Path) -> dict[str, object]:
         "lines of the program": sum(source.num_lines for source in program),
         "flags": by_name.get("config.py", script).text.count(" = flag("),
         "tokens per code line": f"{sum(source.num_tokens for source in program) / code:.1f}",
-        "comments per 100 code lines of train_gpt2.py": round(
-            100 * script.num_comments / len(script.code_lines)
-        ),
+        "comments per code line, train_gpt2.py": f"{script.num_comments / len(script.code_lines):.2f}",
         "longest function": f"{length} code lines, {longest}",
         "collective calls in train_gpt2.py": script.num_collectives(),
         "modules in circles": f"{len(in_circles)} {' '.join(in_circles)}",
