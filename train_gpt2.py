@@ -2,8 +2,6 @@
 python train_gpt2.py                                             # one GPU, or none
 torchrun --standalone --nproc_per_node=8 train_gpt2.py           # eight GPUs
 python train_gpt2.py --data-dir data/mine --out-dir out/mine --resume
-python train_gpt2.py --out-dir out/mine --eval-only
-python sample.py out/mine --prompt "def "
 """
 
 import os
