@@ -22,7 +22,7 @@ BREAKS = {
     "no mask": ("flash", "model.py", r"is_causal=is_causal\)", "is_causal=False)"),
     "padded targets": ("pad-vocab", "model.py", "is_padding = ids >=", "is_padding = ids > 63 +"),
     "a sum for a mean": ("accumulation", "train_gpt2.py", r"net\(x, y\) / \w+", "net(x, y)"),
-    "the same data": ("2 ranks", "train_gpt2.py", r"world.rank, world.size\)", "0, 2)"),
+    "the same data": ("2 ranks", "train_gpt2.py", r"(data\.train, B, T), rank, size", r"\1, 0, 2"),
 }
 
 
