@@ -194,7 +194,7 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
 def fingerprint(path: Path) -> str:
     """Return a fingerprint of a checkpoint, as this rank's machine sees it."""
     try:
-        names = sorted(file.name for file in path.iterdir())
+        names = sorted(os.listdir(path))
         digests = (path / SUMS).read_bytes()
     except OSError as error:
         return str(error)
@@ -202,7 +202,7 @@ def fingerprint(path: Path) -> str:
 
 
 def find_weights(name: str) -> Path:
-    """Return the path of the weights that --init-from names. A run's are its newest good ones."""
+    """Return the path of the weights that --init-from names: of a run, its newest checkpoint."""
     path = Path(name)
     if not os.path.lexists(name):
         others = [other.name for other in checkpoints(path.parent)]

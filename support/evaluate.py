@@ -123,8 +123,7 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
         raise UserError(f"--prompt: token {max(ids)}, but the network only knows 0 to {size - 1}")
     yield config.prompt
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
-    beginning = torch.tensor([ids], device=device)
-    tokens = model.generate(beginning, rng, config.temperature, config.top_k)
+    tokens = model.generate(torch.tensor([ids]).to(device), rng, config.temperature, config.top_k)
     for _ in range(config.sample_tokens):
         reset_watchdog()
         # Not around the yield, where it would also apply to the caller's code.
@@ -156,18 +155,17 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
         raise UserError(f"--hellaswag: the network knows ids below {vocab_size}, not {tokenizer}'s")
     if not Path(path).is_file():  # reading a pipe would wait forever
         raise UserError(f"--hellaswag {path}: there is no such file")
-    where, examples = path, []
+    where, examples = f"--hellaswag {path}", []
     try:
         for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-            where = f"{path}, line {number}"
+            where = f"--hellaswag {path}, line {number}"
             if line.strip():
                 examples.append(as_example(json.loads(line), codec))
         if not examples:
             raise ValueError("no questions")
     except Exception as error:  # a record may hold anything
         cure = "it needs ctx, endings and label; prepare_data.py --download hellaswag fetches some"
-        problem = f"{where} is not a valid question ({error!r})"
-        raise UserError(f"--hellaswag {problem}: {cure}") from None
+        raise UserError(f"{where} is not a valid question ({error!r}): {cure}") from None
     return examples
 
 
