@@ -329,7 +329,7 @@ def evaluate_if_due(run: Run):
         run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
     draw(run)
     # Wait for the main rank now, not inside a step: now a signal stops all ranks at once.
-    world.gather(None)
+    world.barrier()
 
 
 # ---- Starting: the main rank decides, then all ranks act -----------------------------------------

@@ -51,6 +51,10 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
+    def barrier(self):
+        """Wait for all ranks."""
+        self.gather(None)
+
     def call_on_main(self, function: Callable[..., Result], *args) -> Result:
         """Call function(*args) on the main rank, and return its result on every rank. If it
         raises, every rank ends, and the main rank says why."""
@@ -77,7 +81,8 @@ class World:
         return result  # type: ignore[return-value]  # no rank has an error, so this one has a result
 
     def end_all(self, error: RunError):
-        """Raise error, which every rank has, on the main rank only, so that it is printed once."""
+        """End all ranks with an error that each of them has. Raise it on the main rank, to print it
+        once, and exit the others with its code."""
         if self.is_main:
             raise error
         tell_torchrun(f"error: {error}")
