@@ -8,8 +8,7 @@ A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model
     state.json              everything else that a resume needs: see state_of in run.py
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
 
-We write it as step_000250.tmp, sync it to disk, and rename it, so it exists whole or not at all. A
-resume verifies every digest. Each process reads its first checkpoint back, as a resume would.
+We write it as step_000250.tmp, sync it, and rename it, so it exists whole or not at all.
 """
 
 import hashlib
@@ -143,8 +142,7 @@ def verify(path: Path):
 
 
 def read_state(path: Path) -> dict:
-    """Return the content of a verified checkpoint's state.json. Raise UserError if this version
-    does not know its format."""
+    """Return a verified checkpoint's state.json. Raise UserError if its format is unknown."""
     state = json.loads((path / "state.json").read_bytes())
     if state["format"] == 3:  # up to 2026-11-25
         config = state["config"]
@@ -196,7 +194,7 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
 def fingerprint(path: Path) -> str:
     """Return a fingerprint of a checkpoint, as this rank's machine sees it."""
     try:
-        names = sorted(file.name for file in path.iterdir())
+        names = sorted(os.listdir(path))
         digests = (path / SUMS).read_bytes()
     except OSError as error:
         return str(error)
@@ -204,17 +202,15 @@ def fingerprint(path: Path) -> str:
 
 
 def find_weights(name: str) -> Path:
-    """Return the path of the weights that --init-from names: a run's newest good checkpoint, a file
-    or folder, or a folder in Hugging Face's cache."""
-    if not os.path.lexists(name):
-        folder = Path(name).parent
-        others = [path.name for path in checkpoints(folder)]
-        if others:
-            raise UserError(f"{name} is not there: {folder} has {', '.join(others)}")
-        if folder != Path() and folder.is_dir():  # not a name on the hub
-            raise UserError(f"--init-from {name}: there is no such file or folder in {folder}")
-        return pretrained.download(name)
+    """Return the path of the weights that --init-from names: of a run, its newest checkpoint."""
     path = Path(name)
+    if not os.path.lexists(name):
+        others = [other.name for other in checkpoints(path.parent)]
+        if others:
+            raise UserError(f"{name} is not there: {path.parent} has {', '.join(others)}")
+        if path.parent != Path() and path.parent.is_dir():  # not a name on the hub
+            raise UserError(f"--init-from {name}: there is no such file or folder in {path.parent}")
+        return pretrained.download(name)
     if path.is_dir():
         path = newest(path) or path
     if (path / SUMS).is_file():
@@ -223,8 +219,7 @@ def find_weights(name: str) -> Path:
 
 
 def open_model(path: Path) -> tuple[GPT, str]:
-    """Return the network and the tokenizer's name from a checkpoint, or from another file or folder
-    of weights. Raise UserError if there is no network, or if it is damaged."""
+    """Return the network and its tokenizer's name. Raise UserError if path holds no network."""
     source = pretrained.read_weights(path)
     model = GPT(source.shape).eval()
     pretrained.load_weights(model, source)

@@ -1,6 +1,5 @@
 """A run's data: a folder that the user names, or the source code of Python itself."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,15 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from config import TrainConfig
-from dataloader import (
-    PREPARE,
-    TOKEN,
-    VOCAB_SIZES,
-    ShardError,
-    ShardLoader,
-    TokenFolder,
-    open_folder,
-)
+from dataloader import TOKEN, VOCAB_SIZES, ShardError, ShardLoader, TokenFolder, open_folder
 from model import SHAPES
 from support.ending import UserError
 from support.pretrained import Pretrained
@@ -24,22 +15,20 @@ from support.tokenizer import load_tokenizer
 
 
 def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFolder, int]:
-    """Return the data, and the vocabulary size of a network trained on it. Without --data-dir, take
-    Python's own source, and prepare it if necessary. Raise UserError or ShardError if the weights
-    in `source` can't read the data."""
-    folder = config.data_dir
-    if not folder:
-        # Weights need the tokenizer that they were trained with. New large models use GPT-2's, if
-        # its vocabulary is on this machine.
+    """Return the data, and the vocabulary size of a network trained on it. Raise UserError or
+    ShardError if the weights in `source` can't read the data."""
+    folder = Path(config.data_dir)
+    if not config.data_dir:
+        # Weights need their tokenizer. New large models use GPT-2's if it is on this machine.
         if source:
             wants_gpt2 = source.tokenizer != "bytes"
         elif config.model == "nano":
             wants_gpt2 = False
         else:
-            wants_gpt2 = os.path.exists("data/stdlib-gpt2") or load_tokenizer("gpt2") is not None
+            wants_gpt2 = Path("data/stdlib-gpt2").exists() or load_tokenizer("gpt2") is not None
         folder = python_source("gpt2" if wants_gpt2 else "bytes")
     try:
-        data = open_folder(Path(folder))
+        data = open_folder(folder)
     except ShardError as error:  # at the start a bad shard is the user's mistake, later the disk's
         raise UserError(str(error)) from error
     # --model gpt2 on bytes keeps its 50,257 rows, so that its size and speed are GPT-2's.
@@ -52,12 +41,12 @@ def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFold
     return data, vocab_size
 
 
-def python_source(tokenizer: str) -> str:
+def python_source(tokenizer: str) -> Path:
     """Return the folder with the tokens of Python's own source, after preparing it if necessary."""
-    folder = f"data/stdlib-{tokenizer}"
-    if not os.path.exists(folder):
+    folder = Path(f"data/stdlib-{tokenizer}")
+    if not folder.exists():
         print(f"no --data-dir: preparing Python's own source in {folder}", flush=True)
-        program = Path(__file__).parent.with_name(PREPARE)
+        program = Path(__file__).parent.with_name("prepare_data.py")
         subprocess.run([sys.executable, program, "--tokenizer", tokenizer, "--data-dir", folder])
     return folder  # whether or not that succeeded: another run may have made it first
 

@@ -22,7 +22,6 @@ import time
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
-from types import FrameType
 
 DONE = 0
 STOPPED = 3
@@ -71,16 +70,9 @@ def print_error(text: str):
         print(f"{program}: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
 
 
-def print_last_line(text: str):
-    """Print a run's last line, and pass it on to torchrun."""
-    print_error(text)
-    tell_torchrun(text)
-
-
 def tell_torchrun(text: str):
-    """Make torchrun's traceback end with this line. torchrun names a file for each rank, and prints
-    the file of the rank that failed first. That may be any rank, so every rank writes the line,
-    even if only one prints it."""
+    """Make torchrun's traceback end with this line. It prints a file of the rank that failed first.
+    That may be any rank, so every rank writes the line, even if only one prints it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         text = printable(" ".join(text.split()))
@@ -99,10 +91,9 @@ class Phase(Enum):
 
 
 class StopSignals:
-    """Handles SIGINT, SIGTERM and SIGUSR1 according to the phase of the run. To stop at once, it
-    raises KeyboardInterrupt. In UNSAVED it only records the first signal, and raises
-    KeyboardInterrupt for one that comes more than SECOND_SIGNAL_S later. It ignores the SIGHUP of a
-    closed terminal, except under torchrun, which stops its ranks then."""
+    """Handles stop signals according to the phase of the run. To stop at once, it raises
+    KeyboardInterrupt; in UNSAVED only for a signal more than SECOND_SIGNAL_S after the first. It
+    ignores the SIGHUP of a closed terminal, except under torchrun, which stops its ranks then."""
 
     def __init__(self, is_main: bool):
         self.is_main = is_main
@@ -124,7 +115,7 @@ class StopSignals:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def handle(self, number: int, frame: FrameType | None):
+    def handle(self, *_):
         if self.phase is Phase.LEAVING:
             return
         is_first = not self.received
@@ -150,8 +141,7 @@ def ignore_signals():
 
 
 def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
-    """Print error as the program's last line, and return its exit code. Return None for a bug: that
-    must show its traceback."""
+    """Print error and return its exit code, or None for a bug, which must show its traceback."""
     if isinstance(error, KeyboardInterrupt):
         unsaved = "; steps since the last checkpoint are not saved"
         if signals.is_main:
@@ -165,7 +155,8 @@ def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
     if exit_code is None and isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         exit_code = DiskError.exit_code
     if exit_code is not None:
-        print_last_line(f"error: {error}")
+        print_error(f"error: {error}")
+        tell_torchrun(f"error: {error}")
     return exit_code
 
 

@@ -3,16 +3,15 @@
 import codecs
 import json
 import math
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 from torch.nn.attention import sdpa_kernel
 
 from config import TrainConfig
@@ -26,17 +25,6 @@ from support.ranks import World
 from support.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
 
 
-@contextmanager
-def eval_mode(net: nn.Module) -> Iterator[None]:
-    """Put net into evaluation mode, which turns off dropout, and restore its mode at the end."""
-    was_training = net.training
-    net.eval()
-    try:
-        yield
-    finally:
-        net.train(was_training)
-
-
 def random_seed(*numbers: int) -> int:
     """Return a seed for torch that depends on all of these numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
@@ -44,8 +32,7 @@ def random_seed(*numbers: int) -> int:
 
 def to_device(batch: tuple, device: torch.device) -> tuple:
     # The loader pins memory for CUDA, so the GPU can compute while it copies.
-    non_blocking = device.type == "cuda"
-    return tuple(tensor.to(device, non_blocking=non_blocking) for tensor in batch)
+    return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
 
 
 class Question(NamedTuple):
@@ -59,92 +46,72 @@ class Question(NamedTuple):
 
 @torch.no_grad()
 def validate(
-    net: nn.Module,
-    model: GPT,
-    loader: ShardLoader,
-    tokenizer: str,
-    config: TrainConfig,
-    world: World,
+    net: Module, model: GPT, loader: ShardLoader, tokenizer: str, config: TrainConfig, world: World
 ) -> dict[str, float]:
-    """Return the mean loss over the first --eval-tokens tokens of loader, in several units. The
-    tokens are the same for any micro-batch size and number of ranks."""
-    # The ranks take turns, so their shares differ by at most one sequence, and the sum does not
-    # depend on the number of ranks.
+    """Return the mean loss over the first --eval-tokens tokens of loader, in several units."""
+    # The ranks take turns, so any number of them covers the same tokens, in almost equal shares.
     num_sequences = num_val_sequences(config, loader)
     numbers_of_rank = range(world.rank, num_sequences, world.size)
     codec = load_tokenizer(tokenizer)
-    lengths = codec.lengths if codec else None
     num_bytes = 0  # bytes of text in the targets
     loss_sum = torch.zeros((), device=world.device)
     starts = range(0, len(numbers_of_rank), loader.B)
-    with eval_mode(net):
-        for start in log.progress(starts, "validation", world.is_main):
-            reset_watchdog()
-            numbers = numbers_of_rank[start : start + loader.B]
-            batch = loader.batch(numbers)
-            if lengths is not None:
-                num_bytes += int(lengths[batch[1].numpy()].sum())
-            x, y = to_device(batch, world.device)
+    net.eval()
+    for start in log.progress(starts, "validation", world.is_main):
+        reset_watchdog()
+        numbers = numbers_of_rank[start : start + loader.B]
+        batch = loader.batch(numbers)
+        if codec:
+            num_bytes += int(codec.lengths[batch[1].numpy()].sum())
+        x, y = to_device(batch, world.device)
+        with autocast(config.dtype, world.device):
             # net is compiled for full batches; a shorter last one uses the plain model.
-            is_full = len(numbers) == loader.B
-            with autocast(config.dtype, world.device):
-                loss = net(x, y) if is_full else model(x, y)
-            loss_sum += loss * len(numbers)
+            loss = net(x, y) if len(numbers) == loader.B else model(x, y)
+        loss_sum += loss * len(numbers)
+    net.train()
     val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
-    # Gather the byte counts as integers: an all-reduce in float32 is exact only up to 2**24. A rank
-    # on another machine may have no tokenizer to count with.
-    counts = world.gather(None if lengths is None else num_bytes)
+    figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
+    # Not by sum: float32 is exact only up to 2**24. A rank without the tokenizer counts nothing.
+    counts = world.gather(num_bytes if codec else None)
     known = [count for count in counts if count is not None]
-    total_bytes = sum(known) if len(known) == len(counts) else 0
-    return in_units(val_loss, total_bytes / (num_sequences * loader.T))
+    if len(known) == len(counts) and any(known):
+        bytes_per_token = sum(known) / (num_sequences * loader.T)
+        figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
+    return figures
 
 
 def num_val_sequences(config: TrainConfig, loader: ShardLoader) -> int:
     return max(1, min(config.eval_tokens // loader.T, len(loader)))
 
 
-def in_units(val_loss: float, bytes_per_token: float) -> dict[str, float]:
-    """Return a loss in nats per token and other units. bytes_per_token is 0 if unknown."""
-    figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
-    if bytes_per_token:
-        figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
-    return figures
-
-
 def format_metrics(figures: dict[str, float]) -> str:
     """Return "loss 3.2800, perplexity 26.5758, ..."."""
-    texts = []
-    for name, value in figures.items():
-        label = name.removeprefix("val_").replace("_", " ")
-        texts.append(f"{label} {value:.4f}")
-    return ", ".join(texts)
+    text = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    return text.replace("val_", "").replace("_", " ")
 
 
 def evaluate_weights(
     model: GPT, data: TokenFolder, questions: list[Question], config: TrainConfig, world: World
 ) -> str:
-    """Return what --eval-only prints: the loss over --eval-tokens, and the fractions of right
-    answers to --hellaswag."""
+    """Return what --eval-only prints: the loss, and the fractions of right answers."""
     # Enough to keep the device busy, if it fits.
     B = 32 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     with torch.no_grad():
         while B > 1 and not pass_fits(model, B, config, world):
             B //= 2
     loader = ShardLoader(data.val, B, config.seq_len, world.rank, world.size)
+    text = ""
     figures: dict[str, float] = {}
     if config.eval_tokens:
+        text = f"{num_val_sequences(config, loader) * loader.T:,} validation tokens: "
         figures |= validate(model, model, loader, data.tokenizer, config, world)
     if questions:
         figures |= answers(model, questions, config, world)
-    text = format_metrics(figures) or "nothing to do: add --eval-tokens or --hellaswag"
-    if config.eval_tokens:
-        text = f"{num_val_sequences(config, loader) * loader.T:,} validation tokens: {text}"
-    return text
+    return text + (format_metrics(figures) or "nothing to do: add --eval-tokens or --hellaswag")
 
 
 def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) -> Iterator[str]:
-    """Yield sample `number` piece by piece: first the prompt, then the network's continuation. The
-    random numbers depend only on the seed and `number`."""
+    """Yield sample `number` piece by piece: first the prompt, then the network's continuation."""
     tokenizer = require_tokenizer(tokenizer_name)
     size = model.config.vocab_size
     device = model.lm_head.weight.device
@@ -156,8 +123,7 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
         raise UserError(f"--prompt: token {max(ids)}, but the network only knows 0 to {size - 1}")
     yield config.prompt
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
-    beginning = torch.tensor([ids], device=device)
-    tokens = model.generate(beginning, rng, config.temperature, config.top_k)
+    tokens = model.generate(torch.tensor([ids]).to(device), rng, config.temperature, config.top_k)
     for _ in range(config.sample_tokens):
         reset_watchdog()
         # Not around the yield, where it would also apply to the caller's code.
@@ -170,38 +136,36 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
 def samples(model: GPT, tokenizer: str, config: TrainConfig) -> str:
     """Return the samples of an evaluation as one text."""
     texts = []
+    model.eval()
     try:
-        with eval_mode(model):
-            for number in range(config.num_samples):
-                texts.append("".join(sample(model, tokenizer, config, number)))
+        for number in range(config.num_samples):
+            texts.append("".join(sample(model, tokenizer, config, number)))
     except (FloatingPointError, UserError) as error:
         texts.append(f"(no sample: {error})")  # a failure must not end a run
+    model.train()
     return "\n---\n".join(texts)
 
 
 def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]:
-    """Return the questions in a file, or [] if path is empty. Raise UserError if a line is not a
-    question, or if the network does not know the tokens."""
+    """Return the questions in a file, or [] if path is empty. Raise UserError if any is invalid."""
     if not path:
         return []
     codec = require_tokenizer(tokenizer)
     if VOCAB_SIZES[tokenizer] > vocab_size:
         raise UserError(f"--hellaswag: the network knows ids below {vocab_size}, not {tokenizer}'s")
-    if not os.path.isfile(path):  # reading a pipe would wait forever
+    if not Path(path).is_file():  # reading a pipe would wait forever
         raise UserError(f"--hellaswag {path}: there is no such file")
-    where, examples = path, []
+    where, examples = f"--hellaswag {path}", []
     try:
         for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-            where = f"{path}, line {number}"
+            where = f"--hellaswag {path}, line {number}"
             if line.strip():
                 examples.append(as_example(json.loads(line), codec))
         if not examples:
             raise ValueError("no questions")
     except Exception as error:  # a record may hold anything
         cure = "it needs ctx, endings and label; prepare_data.py --download hellaswag fetches some"
-        raise UserError(
-            f"--hellaswag {where} is not a valid question ({error!r}): {cure}"
-        ) from None
+        raise UserError(f"{where} is not a valid question ({error!r}): {cure}") from None
     return examples
 
 
@@ -221,13 +185,13 @@ def as_example(record: dict, codec: Tokenizer) -> Question:
     return Question(tokens[0], tokens[1:], [len(choice) for choice in choices], label)
 
 
-def answers(
-    model: GPT, examples: list[Question], config: TrainConfig, world: World
-) -> dict[str, float]:
+def answers(model: GPT, examples: list[Question], config: TrainConfig, world: World) -> dict:
     """Return the fraction of right answers by three measures. The ranks share the work."""
     examples_of_rank = examples[world.rank :: world.size]
-    with eval_mode(model), autocast(config.dtype, world.device):
+    model.eval()
+    with autocast(config.dtype, world.device):
         losses = choice_losses(model, examples_of_rank, world.device)
+    model.train()
     shares = {}
     for name, count in count_right(examples_of_rank, losses).items():
         shares[f"hellaswag_{name}"] = sum(world.gather(count)) / len(examples)
@@ -237,59 +201,50 @@ def answers(
 @torch.no_grad()
 def choice_losses(model: GPT, examples: list[Question], device: torch.device) -> list[np.ndarray]:
     """Return the loss of each choice of each example, in nats, summed over the choice's tokens."""
-    texts = []  # per choice: context and choice as tokens, and the choice's length
-    for example in examples:
-        for choice in example.choices:
-            tokens = np.concatenate([example.context, choice]).astype(np.int64)
-            texts.append((tokens, len(choice)))
+    texts = [(example.context, choice) for example in examples for choice in example.choices]
+    lengths = [len(context) + len(choice) for context, choice in texts]
     losses = np.zeros(len(texts))
     # A pass pads its texts to the longest, the last one, so sort them by length.
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
+    order = sorted(range(len(texts)), key=lengths.__getitem__)
     tokens_per_pass = 16384 if device.type == "cuda" else 2048
     while order:
         reset_watchdog()
-        num_texts = max(1, tokens_per_pass // len(texts[order[-1]][0]))
-        batch = order[-num_texts:]
-        del order[-num_texts:]
+        num_texts = max(1, tokens_per_pass // lengths[order[-1]])
+        order, batch = order[:-num_texts], order[-num_texts:]
         losses[batch] = answer_losses(model, [texts[i] for i in batch], device).tolist()
     in_order = iter(losses)
     return [np.array([next(in_order) for _ in example.choices]) for example in examples]
 
 
 def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tensor:
-    """Return the summed loss of each text's answer, which is its last tokens: (len(texts),). A text
-    that is too long for the network loses its beginning."""
+    """Return the summed loss of each text's answer: (len(texts),). A text is a context and an
+    answer, as tokens. One that is too long for the network loses its beginning."""
     inputs, targets = [], []
-    for tokens, num_answer_tokens in texts:
-        tokens = torch.from_numpy(tokens[-model.config.seq_len - 1 :]).to(device)
-        inputs.append(tokens[:-1])
-        targets.append(tokens[1:][-num_answer_tokens:])  # nothing predicts the first token
-    padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B, T)
+    for context, answer in texts:
+        tokens = np.concatenate([context, answer])[-model.config.seq_len - 1 :].astype(np.int64)
+        ids = torch.from_numpy(tokens).to(device)
+        inputs.append(ids[:-1])
+        targets.append(ids[1:][-len(answer) :])  # nothing predicts the first token
+    padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B, T)
     with sdpa_kernel(VARLEN_BACKENDS):
         x = model.features(padded)  # (B, T, C)
-    counts = [len(answer) for answer in targets]
     # Only the answers' positions go through the head.
-    answer_features = []
-    for b, num_answer_tokens in enumerate(counts):
-        end = len(inputs[b])
-        answer_features.append(x[b, end - num_answer_tokens : end])
-    logits = model.head(torch.cat(answer_features)).float()
+    features = []
+    for row, ids, target in zip(x, inputs, targets, strict=True):
+        features.append(row[: len(ids)][-len(target) :])
+    logits = model.head(torch.cat(features)).float()
     losses = F.cross_entropy(logits, torch.cat(targets), reduction="none")
-    return torch.stack([part.sum() for part in losses.split(counts)])
+    parts = losses.split([len(target) for target in targets])
+    return torch.stack([part.sum() for part in parts])
 
 
 def count_right(examples: list[Question], losses: list[np.ndarray]) -> dict[str, int]:
-    """Count the examples whose likeliest choice is right. acc compares log-probabilities. acc_norm
-    divides each by the choice's characters, as lm-evaluation-harness does, and acc_norm_tokens by
-    its tokens, as llm.c and build-nanogpt do."""
+    """Count the examples whose likeliest choice is right: acc by log-probability, acc_norm by that
+    per character, as in lm-evaluation-harness, acc_norm_tokens per token, as in llm.c."""
     right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
     for example, sums in zip(examples, losses, strict=True):
         num_tokens = [len(choice) for choice in example.choices]
-        scores = {
-            "acc": sums,
-            "acc_norm": sums / example.num_chars,
-            "acc_norm_tokens": sums / num_tokens,
-        }
-        for name, values in scores.items():
-            right[name] += int(values.argmin() == example.label)
+        right["acc"] += int(sums.argmin() == example.label)
+        right["acc_norm"] += int((sums / example.num_chars).argmin() == example.label)
+        right["acc_norm_tokens"] += int((sums / num_tokens).argmin() == example.label)
     return right

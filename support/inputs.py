@@ -43,8 +43,13 @@ def files_in(inputs: Iterable[str]) -> list[str]:
             with suppress(ValueError, OSError):  # not a valid pattern, or too long a name
                 # Unlike glob.glob, it does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        candidates = [str(top) for top in tops]
+        for top in tops:
+            for folder, names, children in os.walk(str(top)):
+                names[:] = [child for child in names if child[0] != "."]  # .git holds many files
+                candidates += [os.path.join(folder, child) for child in children]
         has_files = False
-        for file in sorted(str(file) for top in tops for file in (top, *top.rglob("*"))):
+        for file in sorted(candidates):
             is_hidden = any(part[0] == "." and part not in path.parts for part in Path(file).parts)
             if not is_hidden and os.path.isfile(file):  # no pipe, no device
                 files.setdefault(os.path.realpath(file), file)
@@ -153,19 +158,18 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
             return
         for rows in table.iter_batches(64, columns=[text_field]):
             yield from rows.to_pylist()
-    elif kind == "json":
-        yield from elements(io.TextIOWrapper(stream, "utf-8-sig", "replace"))
     else:
-        yield from table_rows(stream, "\t" if kind == "tsv" else ",")
+        header = stream.peek(8000)[:8000].partition(b"\n")[0]
+        # Where a comma is the decimal point, spreadsheets write semicolons.
+        has_semicolons = header.count(b";") > header.count(b",")
+        delimiter = "\t" if kind == "tsv" else ";" if has_semicolons else ","
+        with io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="") as text:
+            yield from elements(text) if kind == "json" else table_rows(text, delimiter)
 
 
-def table_rows(stream: io.BufferedReader, delimiter: str) -> Iterator:
+def table_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator:
     """Yield the rows of a table, None for one whose quotes are wrong. Raise ValueError if the last
     one has a quote that never closes: it may have swallowed most of the file."""
-    header = stream.peek(8000)[:8000].partition(b"\n")[0]
-    if delimiter == "," and header.count(b";") > header.count(b","):
-        delimiter = ";"  # spreadsheets write it where a comma is the decimal point
-    text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
     csv.field_size_limit(1 << 28)
     table = csv.DictReader(text, restkey=EXTRA_CELLS, delimiter=delimiter, strict=True)
     while True:

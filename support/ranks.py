@@ -45,7 +45,7 @@ class World:
         dist.all_gather(parts, parts[self.rank].clone())
 
     def gather(self, value: Result) -> list[Result]:
-        """Return the values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank. Each waits for all others."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
@@ -58,11 +58,8 @@ class World:
     def call_on_main(self, function: Callable[..., Result], *args) -> Result:
         """Call function(*args) on the main rank, and return its result on every rank. If it
         raises, every rank ends, and the main rank says why."""
-
-        def on_main():
-            return function(*args) if self.is_main else None
-
-        return self.gather(self.call_on_all(on_main))[0]
+        result = self.call_on_all(lambda: function(*args) if self.is_main else None)
+        return self.gather(result)[0]  # type: ignore[return-value]  # the main rank's is a Result
 
     def call_on_all(self, function: Callable[..., Result], *args) -> Result:
         """Call function(*args) on every rank, and return this rank's result. If it raises on any
@@ -84,8 +81,8 @@ class World:
         return result  # type: ignore[return-value]  # no rank has an error, so this one has a result
 
     def end_all(self, error: RunError):
-        """Raise error, which every rank has, on the main rank. End the others with its exit code,
-        so that it is printed only once."""
+        """End all ranks with an error that each of them has. Raise it on the main rank, to print it
+        once, and exit the others with its code."""
         if self.is_main:
             raise error
         tell_torchrun(f"error: {error}")
@@ -151,8 +148,7 @@ def connect(backend: str):
     # Longer than the watchdog's, so that the watchdog ends a hang: it shows the stacks.
     limit = timedelta(seconds=TIMEOUT_S + 60)
     try:
-        # When torchrun restarts the ranks, its store still has the addresses of the dead ones.
-        # Without a new prefix, the new ranks would wait for those.
+        # After a restart, torchrun's store still has the dead ranks' addresses: use a new prefix.
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)

@@ -76,9 +76,7 @@ def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
     except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
         raise UserError(f"--out-dir can't be written or locked ({error}): name another") from error
     if is_new and (out_dir / LOG).exists():
-        raise UserError(
-            f"--out-dir {out_dir} was taken by another run just now: name another folder"
-        )
+        raise UserError(f"--out-dir {out_dir} was just taken by another run: name another")
     for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # left by a process that died
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -87,8 +85,7 @@ def check_disk_space(out_dir: Path, num_params: int, keep: int):
     """Raise UserError if the disk of out_dir, which may not exist yet, lacks space for the run's
     checkpoints: while it writes one, `keep` older ones and the best one are still on disk."""
     num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
-    # Weights and two moments in float32.
-    num_bytes = num_more * 12 * num_params
+    num_bytes = num_more * 12 * num_params  # weights and two moments in float32
     parents = [out_dir.absolute(), *out_dir.absolute().parents]
     free = shutil.disk_usage(next(path for path in parents if path.exists())).free
     if free < num_bytes:

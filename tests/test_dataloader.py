@@ -235,7 +235,7 @@ def test_a_sequence_longer_than_every_shard_is_refused(shards):
 
 
 def shuffle(length: int, seed=1, epoch=0, count: int | None = None) -> list[int]:
-    return [dataloader.shuffled(n, length, seed, epoch) for n in range(count or length)]
+    return [dataloader.permuted(n, length, seed, epoch) for n in range(count or length)]
 
 
 def test_shuffled_is_a_permutation():
@@ -248,7 +248,7 @@ def test_of_100_million_each_is_dealt_once_and_no_neighbours_stay_together():
     seen, orders = set(), []
     for seed, epoch in ((1, 0), (1, 1), (2, 0)):
         order = [
-            dataloader.shuffled(n, length, seed, epoch)
+            dataloader.permuted(n, length, seed, epoch)
             for start in starts
             for n in (start, start + 1)
         ]

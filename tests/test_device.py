@@ -208,5 +208,5 @@ def test_a_known_card_has_a_peak():
 def test_a_torch_that_is_too_old_is_refused():
     for version in ("2.5.1+cu124", "2.15.0", "3.0.0a0+git1234"):
         device.check_torch(version)
-    with pytest.raises(UserError, match="torch 2.4.1 is too old, .* 2.5 or later: pip install"):
+    with pytest.raises(UserError, match="torch 2.4.1 is too old; .* 2.5 or later: pip install"):
         device.check_torch("2.4.1")

@@ -50,7 +50,7 @@ def test_a_signal_waits_for_unsaved_steps_and_a_second_one_for_nothing(name, cap
     with ending.StopSignals(is_main=True) as signals:
         signals.phase = Phase.UNSAVED
         signal.raise_signal(number)
-        assert signals.received and "saving it" in capfd.readouterr().err
+        assert signals.received and "saving this step" in capfd.readouterr().err
         signal.raise_signal(number)  # torchrun passes on what the terminal has sent already
         signals.received_at -= ending.SECOND_SIGNAL_S
         with pytest.raises(KeyboardInterrupt):

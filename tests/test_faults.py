@@ -425,7 +425,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "shards that are cut": (at("log_step", 3, break_shards, "cut"), 1, 6, "train_0000", []),
     "shards written over": (at("log_step", 3, break_shards, "other"), 1, 6, "train_0000", []),
     "shards that are gone": (at("log_step", 3, break_shards, "link"), 1, 6, "train_0000", []),
-    "a small disk": (partial(little_room, 10_000), 1, 2, "need 0.0 GB, and 0.0 GB are free", None),
+    "a small disk": (partial(little_room, 10_000), 1, 2, "need 0.0 GB, but only 0.0 GB", None),
     "other data": (partial(other_machine, "other data"), 2, 2, "data is .* on rank 1 and", None),
     "no data": (partial(other_machine, "no data"), 2, 2, "data is not a folder of tokens", None),
     "a port in use": (port_in_use, 1, 2, "the ranks can't connect at 127.0.0.1:", None),

@@ -74,7 +74,7 @@ def test_the_end_names_the_best_checkpoint_if_it_is_not_the_last(data_dir, tmp_p
     code, out, err = train(line, tmp_path)
     assert code == 0, err
     command = next(line for line in out.splitlines() if line.startswith("best checkpoint: python "))
-    arguments = command.split()[5:]
+    arguments = command.split()[4:]
     assert arguments == ["run/step_000004"]
     code, _, err = train([*arguments, "--sample-tokens=3", "--prompt="], tmp_path, script="sample")
     assert code == 0, err

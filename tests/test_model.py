@@ -318,14 +318,25 @@ def generate(model: GPT, idx, num_tokens: int, seed=0, temperature=1.0, top_k=0)
     return torch.cat([idx, *islice(following, num_tokens)], dim=1)
 
 
+OTHER_VALUES = {  # by field of GPTConfig; the tests below count on this vocabulary and length
+    "vocab_size": 97, "seq_len": 16, "n_layer": 1, "n_head": 4, "n_embd": 48,
+}  # fmt: skip
+OTHER_VALUES |= {f.name: not getattr(TINY, f.name) for f in fields(GPTConfig) if f.type is bool}
+
+
+def test_each_number_of_the_shape_has_another_value_here():
+    """So that the tests below try it. Whoever adds a number to GPTConfig adds a value for it."""
+    assert OTHER_VALUES.keys() == {f.name for f in fields(GPTConfig)}
+
+
 @EITHER_ATTENTION
 @pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("name", [f.name for f in fields(GPTConfig) if f.type is bool])
+@pytest.mark.parametrize("name", OTHER_VALUES)
 def test_cached_keys_change_no_token_and_a_padded_id_is_never_drawn(flash, temperature, name):
     """Against a pass over all that is remembered for each token: beyond seq_len, the newer half.
-    For each switch of the shape, also of those that somebody adds."""
-    for value in (False, True):
-        check_cache(replace(TINY, **{name: value}), ComputeConfig(flash=flash), temperature)
+    For each field of the shape, also those that somebody adds."""
+    shape = replace(TINY, **{name: OTHER_VALUES[name]})
+    check_cache(shape, ComputeConfig(flash=flash), temperature)
 
 
 def check_cache(shape: GPTConfig, computation: ComputeConfig, temperature: float):
@@ -370,12 +381,11 @@ def test_pick_is_greedy_at_the_smallest_temperatures_and_refuses_what_is_not_fin
 
 
 @EITHER_ATTENTION
-@pytest.mark.parametrize("name", [f.name for f in fields(GPTConfig) if f.type is bool])
+@pytest.mark.parametrize("name", OTHER_VALUES)
 def test_the_order_of_tokens_matters(flash, name):
-    """With one layer, since two causal ones tell an order without positions. For each switch of the
-    shape, also of those that somebody adds."""
-    config = GPTConfig(vocab_size=16, seq_len=8, n_layer=1, n_head=2, n_embd=16)
-    config = replace(config, **{name: not getattr(config, name)})
+    """With one layer, since two causal ones tell an order without positions. For each field of the
+    shape, also those that somebody adds."""
+    config = replace(TINY, n_layer=1, **{name: OTHER_VALUES[name]} if name != "n_layer" else {})
     model = GPT(config, ComputeConfig(flash), seed=1).eval()
-    last = model.logits(torch.tensor([[1, 2, 3], [2, 1, 3]]))[:, -1, :16]
+    last = model.logits(torch.tensor([[1, 2, 3], [2, 1, 3]]))[:, -1, :97]
     assert (last[0] - last[1]).abs().max() > 1e-6

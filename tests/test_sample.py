@@ -56,7 +56,7 @@ def test_nanogpts_start_is_understood_and_reads_files(whole, tmp_path, capsys):
 
 
 MISTAKES = {
-    "nowhere/run --prompt=a": "nowhere/run: no such file or folder",
+    "nowhere/run --prompt=a": "nowhere/run: no such file, folder or model",
     "--prompt=FILE:nowhere.txt": "--prompt FILE:nowhere.txt can't be read",
     "--learning-rate=3": "unrecognized arguments: --learning-rate=3",
     "--top-k=-1": "--top-k -1 must be at least 0",
