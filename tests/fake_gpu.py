@@ -212,6 +212,8 @@ def main(gib: str, capability: str, *flags: str) -> int:
     train_step = train_gpt2.train_step
 
     def watched_step(run: train_gpt2.Run) -> train_gpt2.StepResult:
+        if run.step == run.first_step:
+            device.peak = device.now  # as the program does after its trial of a micro-batch
         device.launches.clear()
         result = train_step(run)
         launches[:] = device.launches
