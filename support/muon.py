@@ -15,9 +15,7 @@ RMS = 0.2  # target size of an update: typical of AdamW (Liu et al.)
 MAX_ENTRIES = 1 << 25  # that a rank makes orthogonal at a time, in 7 times 128 MiB of memory
 
 
-class Matrix(NamedTuple):
-    """A matrix with its gradient and state, perhaps views into larger tensors."""
-
+class Matrix(NamedTuple):  # these may be views into larger tensors
     weight: Tensor  # (rows, columns)
     grad: Tensor  # (rows, columns)
     momentum: Tensor  # (rows, columns)
@@ -27,10 +25,9 @@ class Matrix(NamedTuple):
 class MuonAdamW(torch.optim.AdamW):
     """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
     matrix with the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), we
-    then divide each row, which belongs to one neuron, by the root mean square of its past updates.
-    Last, we scale the update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
-    training"), so that one learning rate serves both:
-    p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
+    divide each row, one neuron's, by the root mean square of its past updates. Last, we scale the
+    update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"), so one
+    learning rate serves both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
         """Take AdamW's groups and options, and pairs of a parameter and the rows of each matrix
