@@ -53,7 +53,7 @@ class TrainConfig:
     decay_share: float = flag(0.2, "wsd: fraction of the steps, at the end, spent decaying", max=1)
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
-    beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9, with --muon 0.8)", max=0.999)
+    beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9; 0.8 with --muon)", max=0.999)
     muon: bool = flag(False, "Muon for the blocks' matrices, AdamW for the rest", "refuse")
 
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
@@ -75,7 +75,7 @@ class TrainConfig:
     # A resumed run can't change this one: it sets tensor sizes in the optimizer's state.
     pad_vocab: bool = flag(True, "5: 50,304 embedding rows, not 50,257", "refuse")
     fused: bool = flag(True, "6: AdamW in one kernel", "inexact")
-    # This makes a compiled step of 124M 5 % faster on an H100.
+    # This makes a compiled step of 124M 5% faster on an H100.
     bf16_residual: bool = flag(False, "bfloat16 residual stream (default: on GPUs)", "inexact")
     fp16: bool = flag(False, "float16, for GPUs without bfloat16", "inexact")
 
@@ -146,9 +146,9 @@ RECIPES: dict[str, dict] = {
     "nano": {"learning_rate": 8e-3, "batch_tokens": 2048, "steps": 1200, "warmup_steps": 50},
 }
 RECIPES["nano"] |= {"muon": True, "eval_every": 600, "eval_tokens": 262_144}
-SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd")
 for _model, _recipe in RECIPES.items():
-    _recipe |= {name: getattr(SHAPES[_model], name) for name in SHAPE_FLAGS}
+    for _name in ("seq_len", "n_layer", "n_head", "n_embd"):
+        _recipe[_name] = getattr(SHAPES[_model], _name)
 
 # For --init-from: good weights need a small rate and batch. These are nanoGPT's for finetuning.
 FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
@@ -184,6 +184,7 @@ SYNONYMS = {  # flags of nanoGPT, build-nanogpt and llm.c, and their equivalents
     "--total-batch-size": "--batch-tokens, tokens per step",
     "--val-loss-every": "--eval-every",
     "--wandb-log": "--wandb",
+    "--warmup-iters": "--warmup-steps",
 }
 
 # The flags that --eval-only obeys. It refuses all others, since they would do nothing.

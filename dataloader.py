@@ -34,7 +34,9 @@ class DamagedShard(ShardError):
 
 
 @dataclass(frozen=True)
-class Shard:  # where a file's tokens are
+class Shard:
+    """Where a file's tokens are."""
+
     path: Path
     offset: int  # bytes before the first token
     num_tokens: int
@@ -113,8 +115,7 @@ class TokenFolder:
 
 
 def open_folder(path: Path) -> TokenFolder:
-    """Return the shards that a folder's manifest lists or, without a manifest, all of its shards.
-    Raise ShardError if a split has none."""
+    """Return the shards in a folder's manifest, or all. Raise ShardError if a split has none."""
     cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
     if not path.is_dir():
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
@@ -224,7 +225,7 @@ class ShardLoader:
             cure = f"prepare more text, or try --seq-len {max(longest - 1, 1)}"
             raise ShardError(f"{text}: {cure}")
         self.position = 0  # sequences dealt out so far, over all ranks
-        self.prefetched: dict[range, tuple] = {}  # one batch, by its sequences' numbers
+        self.prefetched: tuple | None = None  # numbers and batch, from prefetch
 
     def __len__(self) -> int:  # sequences in an epoch
         return self.firsts[-1]
@@ -258,7 +259,9 @@ class ShardLoader:
         """Return this rank's next inputs and targets, (B, T) int64 each."""
         numbers = self.next_numbers()
         self.position += self.num_ranks * self.B
-        return self.prefetched.get(numbers) or self.batch(numbers)
+        if self.prefetched and self.prefetched[0] == numbers:
+            return self.prefetched[1]
+        return self.batch(numbers)
 
     def next_numbers(self) -> range:
         first = self.position + self.rank * self.B
@@ -267,4 +270,4 @@ class ShardLoader:
     def prefetch(self):
         """Read the next batch now, while the GPU is busy."""
         numbers = self.next_numbers()
-        self.prefetched = {numbers: self.batch(numbers)}
+        self.prefetched = numbers, self.batch(numbers)

@@ -56,7 +56,9 @@ class GPTConfig:
 
 
 @dataclass(frozen=True)
-class ComputeConfig:  # how the network is computed; checkpoints do not depend on it
+class ComputeConfig:
+    """How the network is computed. Checkpoints do not depend on it."""
+
     flash: bool = True  # speed-up 4
     dropout: float = 0.0  # probability of zeroing an activation, in training
     bf16_residual: bool = False  # keep the residual stream in bfloat16, not in float32
@@ -122,8 +124,8 @@ class CausalSelfAttention(nn.Module):
         """Map x (B, T, C) to (B, T, C). cache maps each attention module to the keys and values of
         the positions before x, (B, nh, past, hs) each; those of x are added to it."""
         B, T, C = x.shape
-        heads = [part.view(B, T, self.config.n_head, -1) for part in self.c_attn(x)]
-        q, k, v = [part.transpose(1, 2) for part in heads]  # (B, nh, T, hs) each
+        hs = C // self.config.n_head  # q, k and v become (B, nh, T, hs)
+        q, k, v = [part.view(B, T, -1, hs).transpose(1, 2) for part in self.c_attn(x)]
         if cache is not None:
             if self in cache:
                 past_k, past_v = cache[self]
@@ -159,7 +161,9 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
-class Transformer(nn.Module):  # OpenAI's names of the parts; GPT.features puts them together
+class Transformer(nn.Module):
+    """The parts of the network, with OpenAI's names. GPT.features puts them together."""
+
     def __init__(self, config: GPTConfig, compute: ComputeConfig):
         super().__init__()
         self.wte = nn.Embedding(config.num_rows, config.n_embd)

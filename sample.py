@@ -32,9 +32,9 @@ from support.run_folder import choose_out_dir
 SYNONYMS = {  # flags of nanoGPT and train_gpt2.py, and their equivalents
     "--compile": "not needed: sample lengths differ, so compiling would not pay off",
     "--dtype": "always float32",
-    "--init-from": "the name itself: python sample.py gpt2",
+    "--init-from": "just a name: python sample.py gpt2",
     "--max-new-tokens": "--sample-tokens",
-    "--out-dir": "the name itself: python sample.py out/book",
+    "--out-dir": "just a name: python sample.py out/book",
 }
 
 

@@ -1,4 +1,4 @@
-"""This machine: which speed-ups it has, its speed, its settings, and its name for the log."""
+"""This machine: the speed-ups it supports, its speed, its settings, and its device's name."""
 
 import ctypes
 import os
@@ -48,7 +48,7 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping
     elif not is_cuda and not has_instructions:
         off["bf16"] = "gains nothing: this processor has no instructions for it", ""
     # PyTorch's flash attention for CPUs is slow in bfloat16: that step of nano takes 72 ms with
-    # it, and 124M at T = 256 is 13 % slower. Beyond 512, plain attention needs too much memory.
+    # it, and 124M at T = 256 is 13% slower. Beyond 512, plain attention needs too much memory.
     has_bf16 = asked.get("bf16", "bf16" not in off) and not asked.get("fp16")
     if has_bf16 and has_instructions and seq_len <= 512:
         off["flash"] = "is slower in bfloat16 on a CPU if --seq-len is at most 512", ""
@@ -87,9 +87,9 @@ def check_torch(version: str):
 
 def set_environment():
     """Set variables that torch reads only once, before the first tensor or compilation."""
-    # Huge pages for large tensors make a step of 124M on a CPU 3 % faster.
+    # Huge pages for large tensors make a step of 124M on a CPU 3% faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Tanh by exponentials makes a compiled step of nano on a CPU 8 % faster, and errs by 2e-7.
+    # Tanh by exponentials makes a compiled step of nano on a CPU 8% faster, and errs by 2e-7.
     os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
         sys.stdout.reconfigure(errors="replace")

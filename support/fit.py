@@ -16,14 +16,15 @@ from support.ranks import World, gradient_sync
 SAVE_MEMORY = "add --recompute and --loss-chunk-tokens 1024"
 
 
-def micro_batch_sizes(model: GPT, config: TrainConfig, world: World, state: dict) -> Iterator[int]:
+def micro_batch_sizes(
+    model: GPT, config: TrainConfig, world: World, state: dict | None
+) -> Iterator[int]:
     """Yield the micro-batch sizes to try, largest first: only --micro-batch-size if it is set, else
     every divisor of the sequences that a rank processes per step. A resumed run begins
-    with the size in state: a different one changes the last bits. Raise UserError if none fits."""
+    with the size in state: a different one changes the last bits."""
     if config.micro_batch_size:
         yield config.micro_batch_size
-        size = f"--micro-batch-size {config.micro_batch_size}"
-        raise UserError(f"{size} does not fit in memory: lower it, or {SAVE_MEMORY}")
+        return
     num_sequences = config.num_micro_batches(1, world.size)
     # Start with the lecture's 64 sequences on a GPU, with 4,096 tokens on a CPU.
     largest = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
@@ -32,10 +33,16 @@ def micro_batch_sizes(model: GPT, config: TrainConfig, world: World, state: dict
     for B in range(min(largest, num_sequences), 0, -1):
         if num_sequences % B:
             continue  # a step must be a whole number of passes
-        # On a GPU try the plain model first, in seconds: compiling for each B would take minutes.
+        # On a GPU, try the plain model first: it takes seconds; compiling for each B, minutes.
         if world.device.type != "cuda" or pass_fits(model, B, config, world):
             yield B
-    raise UserError(f"not even one sequence fits in memory: lower --seq-len, or {SAVE_MEMORY}")
+
+
+def does_not_fit(config: TrainConfig) -> UserError:
+    too_much = "not even one sequence fits in memory: lower --seq-len"
+    if config.micro_batch_size:
+        too_much = f"--micro-batch-size {config.micro_batch_size} does not fit in memory: lower it"
+    return UserError(f"{too_much}, or {SAVE_MEMORY}")
 
 
 def pass_fits(net: nn.Module, B: int, config: TrainConfig, world: World) -> bool:
@@ -78,7 +85,7 @@ def dummy_pass(net: nn.Module, B: int, config: TrainConfig, world: World, sync: 
         loss.backward()
     for name, p in net.named_parameters():
         if p.grad is None:  # useless to the network, and fatal for DDP
-            raise RuntimeError(f"{name} has no part in the loss")
+            raise RuntimeError(f"{name} gets no gradient")
     net.zero_grad(set_to_none=True)
 
 
@@ -92,7 +99,7 @@ def as_user_error(error: BaseException) -> BaseException:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether error means that memory ran out. PyTorch has exception classes for some cases;
-    with CPUs, Macs, cuBLAS, cuDNN, CUDA and NCCL only the error's text tells."""
+    for CPUs, Macs, cuBLAS, cuDNN, CUDA and NCCL only the message says so."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     pattern = "(?i)out of memory|ALLOC(ATION)?_FAILED|Failed to CUDA [cm]alloc|buffer size"

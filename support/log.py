@@ -103,7 +103,7 @@ def start_wandb(out_dir: Path, is_main: bool) -> Any:
 
         run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
         return wandb.init(name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow")
-    except Exception as error:  # wandb raises many kinds
+    except Exception as error:  # wandb raises all sorts
         cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
         raise UserError(f"--wandb: {error!s:.200}: {cure}") from error
 

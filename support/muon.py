@@ -15,7 +15,9 @@ RMS = 0.2  # target size of an update: typical of AdamW (Liu et al.)
 MAX_ENTRIES = 1 << 25  # that a rank makes orthogonal at a time, in 7 times 128 MiB of memory
 
 
-class Matrix(NamedTuple):  # these may be views into larger tensors
+class Matrix(NamedTuple):
+    """A matrix with its gradient and state, perhaps views into larger tensors."""
+
     weight: Tensor  # (rows, columns)
     grad: Tensor  # (rows, columns)
     momentum: Tensor  # (rows, columns)
@@ -80,7 +82,7 @@ class MuonAdamW(torch.optim.AdamW):
             m.weight.mul_(1 - lr * weight_decay).sub_(update)
 
     def orthogonal(self, tensors: list[Tensor]) -> Tensor:
-        """Return tensors of one shape made orthogonal: (n, rows, columns) float32. Each rank
+        """Return tensors of the same shape, orthogonalized: (n, rows, columns) float32. Each rank
         computes a share of them, and the ranks exchange the results."""
         rank, size = self.world.rank, self.world.size
         if size == 1:
