@@ -232,7 +232,7 @@ def train(run: Run) -> int:
 
 
 def is_due(step: int, every: int, last_step: int) -> bool:
-    """Return whether something is due that happens every so many steps (0: never) and at the end."""
+    """Return whether something is due: every so many steps (0: never), and after the last one."""
     return step == last_step or (every > 0 and step % every == 0)
 
 
