@@ -2,13 +2,12 @@
 
 import re
 from collections import ChainMap
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 import torch
 
 from model import SHAPES, ComputeConfig, GPTConfig
-from support.cli import check_limits, flag, flags_in_group, parse, spell, typed_as
+from support.cli import check_limits, flag, parse, spell, typed_as
 from support.device import device_name, speed_ups_off
 from support.ending import UserError
 from support.pretrained import Pretrained
@@ -28,8 +27,7 @@ class TrainConfig:
     init_from: str = flag("", "initial weights: folder, file or name on the hub", "refuse")
     seed: int = flag(1337, "seed of the weights, the data order and samples", "refuse")
     save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
-    # Two, so that there is one to fall back on if the newest is damaged.
-    keep: int = flag(2, "keep the newest N checkpoints, plus the best one", min=1)
+    keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # one may be damaged
     device: str = flag("auto", "device to train on", "per command", DEVICES)
     deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)", "inexact")
     eval_only: bool = flag(False, "evaluate a run or weights, train nothing", "per command")
@@ -37,19 +35,16 @@ class TrainConfig:
     data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
     shuffle: bool = flag(True, "reorder the sequences in each epoch", "refuse")
     seq_len: int = flag(1024, "tokens per sequence", "refuse", min=1)
-    # 2**19, as in the lecture: GPT-3's half a million for this size, as a power of two.
-    batch_tokens: int = flag(524_288, "tokens per optimizer step, over all ranks", min=1)
+    batch_tokens: int = flag(2**19, "tokens per step, over all ranks", min=1)  # as in the lecture
     # 20 batches, as in build-nanogpt's published curve.
     eval_tokens: int = flag(10_485_760, "validation tokens, at most the whole split; 0: none")
 
-    # --model sets these. Type them for a shape that no recipe has.
     n_layer: int = flag(12, "transformer blocks", "refuse", min=1, group="network")
     n_head: int = flag(12, "attention heads per block", "refuse", min=1)
     n_embd: int = flag(768, "channels of the residual stream", "refuse", min=1)
     dropout: float = flag(0.0, "probability of zeroing an activation", max=0.99)
 
-    # The lecture trains for 50 steps. One pass over 10 billion tokens takes 19,073.
-    steps: int = flag(50, "optimizer steps", min=1, group="optimization")
+    steps: int = flag(50, "optimizer steps", min=1, group="optimization")  # as in the lecture
     # 375 million tokens, as in GPT-3.
     warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
     learning_rate: float = flag(6e-4, "peak learning rate; with --muon it depends on --n-embd")
@@ -58,16 +53,14 @@ class TrainConfig:
     decay_share: float = flag(0.2, "wsd: fraction of the steps, at the end, spent decaying", max=1)
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
-    beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9, with --muon 0.8)", max=0.999)
+    beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9; 0.8 with --muon)", max=0.999)
     muon: bool = flag(False, "Muon for the blocks' matrices, AdamW for the rest", "refuse")
 
-    # An evaluation validates, samples, and answers the questions of --hellaswag.
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
     log_every: int = flag(0, "steps between lines; 0: every step on a terminal, else 20 per run")
     hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
     wandb: bool = flag(False, "also log to Weights & Biases")
 
-    # Samples use a separate random generator, so they never change a run.
     num_samples: int = flag(1, "samples at each evaluation; 0: none", group="samples")
     sample_tokens: int = flag(200, "tokens per sample", min=1)
     prompt: str = flag("", "text to continue (default: the start of a document)")
@@ -82,13 +75,11 @@ class TrainConfig:
     # A resumed run can't change this one: it sets tensor sizes in the optimizer's state.
     pad_vocab: bool = flag(True, "5: 50,304 embedding rows, not 50,257", "refuse")
     fused: bool = flag(True, "6: AdamW in one kernel", "inexact")
-
-    # This makes a compiled step of 124M 5 % faster on an H100.
+    # This makes a compiled step of 124M 5% faster on an H100.
     bf16_residual: bool = flag(False, "bfloat16 residual stream (default: on GPUs)", "inexact")
     fp16: bool = flag(False, "float16, for GPUs without bfloat16", "inexact")
 
     micro_batch_size: int = flag(0, "sequences per pass; 0: what fits", "inexact", group="memory")
-    # With --recompute --loss-chunk-tokens 1024, 8 GB hold 64 sequences of 124M, not 4.
     recompute: bool = flag(False, "recompute blocks in backward, to save memory", "inexact")
     loss_chunk_tokens: int = flag(0, "compute the loss N tokens at a time; 0: all", "inexact")
 
@@ -100,9 +91,8 @@ class TrainConfig:
             raise UserError(f"--warmup-steps must be below --steps {self.steps}: {cure}")
         try:
             self.shape(vocab_size=1)
-        except ValueError as error:  # its message names fields; name the flags instead
-            names = "|".join(f.name for f in fields(GPTConfig))
-            text = re.sub(rf"\b({names})\b", lambda name: spell(name[0]), str(error))
+        except ValueError as error:  # its message names fields, such as n_head; name the flags
+            text = re.sub(r"[a-z]+_[a-z_]+", lambda name: spell(name[0]), str(error))
             raise UserError(text) from error
         if self.prompt.encode(errors="replace").decode() != self.prompt:
             raise UserError("--prompt is not UTF-8 text: type it again")
@@ -112,13 +102,14 @@ class TrainConfig:
             raise UserError("--bf16-residual needs --bf16: add it, or --no-bf16-residual")
 
     def shape(self, vocab_size: int) -> GPTConfig:
-        """Return the shape of the network. Fail if a field of GPTConfig is no flag, or if a flag of
-        the network is a field of neither GPTConfig nor ComputeConfig."""
+        """Return the shape of the network. Raise an error if flags and fields don't match."""
         names = [f.name for f in fields(GPTConfig) if f.name != "vocab_size"]
         known = [*names, *(f.name for f in fields(ComputeConfig))]
-        for name in flags_in_group(TrainConfig, "network"):
-            if name not in known:
-                raise TypeError(f"{spell(name)} is a field of neither GPTConfig nor ComputeConfig")
+        group = ""
+        for f in fields(TrainConfig):
+            group = f.metadata["group"] or group
+            if group == "network" and f.name not in known:
+                raise TypeError(f"{f.name} is a field of neither GPTConfig nor ComputeConfig")
         return GPTConfig(vocab_size, **{name: getattr(self, name) for name in names})
 
     def compute_config(self) -> ComputeConfig:
@@ -132,17 +123,14 @@ class TrainConfig:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def num_micro_batches(self, micro_batch_size: int, num_ranks: int) -> int:
-        """Return how many forward and backward passes each rank makes per step. Raise UserError if
-        batch_tokens is not a multiple of the tokens that all ranks process in one pass."""
+        """Return each rank's passes per step. Raise UserError if that is not a whole number."""
         tokens_per_pass = micro_batch_size * self.seq_len * num_ranks
         count, remainder = divmod(self.batch_tokens, tokens_per_pass)
         if remainder:
-            nearest = max(1, count) * tokens_per_pass
-            raise UserError(
-                f"--batch-tokens {self.batch_tokens} is not a multiple of {tokens_per_pass} ="
-                f" --micro-batch-size {micro_batch_size} * --seq-len {self.seq_len} * {num_ranks}"
-                f" ranks: try --batch-tokens {nearest}"
-            )
+            text = f"--batch-tokens {self.batch_tokens} is not a multiple of {tokens_per_pass}"
+            text += f" = --micro-batch-size {micro_batch_size} * --seq-len {self.seq_len}"
+            cure = f"try --batch-tokens {max(1, count) * tokens_per_pass}"
+            raise UserError(f"{text} * {num_ranks} ranks: {cure}")
         return count
 
 
@@ -155,30 +143,20 @@ RECIPES: dict[str, dict] = {
     "gpt2-medium": {"learning_rate": 3e-4},
     "gpt2-large": {"learning_rate": 2.5e-4},
     "gpt2-xl": {"learning_rate": 2e-4, "batch_tokens": 1_048_576},
-    "nano": {
-        "learning_rate": 8e-3,
-        "batch_tokens": 2048,
-        "steps": 1200,
-        "warmup_steps": 50,
-        "muon": True,
-        "eval_every": 600,
-        "eval_tokens": 262_144,
-    },
+    "nano": {"learning_rate": 8e-3, "batch_tokens": 2048, "steps": 1200, "warmup_steps": 50},
 }
-SHAPE_FLAGS = ("seq_len", "n_layer", "n_head", "n_embd")
+RECIPES["nano"] |= {"muon": True, "eval_every": 600, "eval_tokens": 262_144}
 for _model, _recipe in RECIPES.items():
-    _recipe |= {name: getattr(SHAPES[_model], name) for name in SHAPE_FLAGS}
+    for _name in ("seq_len", "n_layer", "n_head", "n_embd"):
+        _recipe[_name] = getattr(SHAPES[_model], _name)
 
-# For --init-from: weights that are already good need a small rate and a small batch. These are
-# nanoGPT's values for finetuning.
+# For --init-from: good weights need a small rate and batch. These are nanoGPT's for finetuning.
 FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
 
 
 def muon_learning_rate(n_embd: int) -> float:
-    """Return --muon's peak learning rate for a network of this width: measured from 128 to 512
-    channels (benchmarks/README.md), extrapolated beyond."""
-    rate = 8e-3 * min(1, 128 / n_embd) ** 0.8
-    return float(f"{rate:.2g}")  # the measurement justifies no more digits
+    """Return --muon's peak learning rate, measured at widths 128 to 512 (benchmarks/README.md)."""
+    return float(f"{8e-3 * min(1, 128 / n_embd) ** 0.8:.2g}")  # measured to no more digits
 
 
 SYNONYMS = {  # flags of nanoGPT, build-nanogpt and llm.c, and their equivalents
@@ -216,32 +194,28 @@ EVAL_FLAGS += " deterministic tf32 bf16 fp16 flash bf16_residual loss_chunk_toke
 
 def read_flags(argv: list[str], doc: str) -> dict:
     """Return the flags that the user typed, by name. --help shows doc around the flags."""
-    recipes = RECIPES | {"--init-from": FINETUNE}
-    typed = parse(TrainConfig, doc, recipes, SYNONYMS, argv)
+    typed = parse(TrainConfig, doc, RECIPES | {"--init-from": FINETUNE}, SYNONYMS, argv)
     for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
         if typed.get(name) == "":  # such as an unset shell variable
             raise UserError(f"{spell(name)} is empty: name one, or leave it out")
     num_prompts = sum(arg == "--prompt" or arg.startswith("--prompt=") for arg in argv)
     if num_prompts > 1:  # other flags may repeat, and the last one wins: scripts append "$@"
         raise UserError(f"--prompt is typed {num_prompts} times: type it once")
-    if typed.get("eval_only"):
-        for name in typed:
-            if name not in EVAL_FLAGS.split():
-                raise UserError(f"--eval-only does not use {spell(name)}: leave it out")
+    for name in typed:
+        if typed.get("eval_only") and name not in EVAL_FLAGS.split():
+            raise UserError(f"--eval-only does not use {spell(name)}: leave it out")
     return typed
 
 
 def resolve(
     typed: dict, state: dict | None, source: Pretrained | None, device: torch.device
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the run's flags, and the speed-ups that are off by default, with the reasons.
-
-    The first layer that has a flag decides its value: the command line; the checkpoint of a resumed
-    run (state); the rules in this function, which depend on other flags; the weights of --init-from
-    or the checkpoint (source); the model's recipe; the defaults. We obey the first two layers, or
-    raise UserError."""
+    """Return the run's flags, and the reason for each speed-up that is off by default. The first
+    layer that has a flag decides its value: the command line; the checkpoint of a resumed run
+    (state); the rules below, which depend on other flags; the weights of --init-from or the
+    checkpoint (source); the recipe; the defaults. We obey the first two, or raise UserError."""
     asked = ChainMap(typed, saved_flags(state, device) if state else {})
-    weights = flags_of_weights(source, asked)
+    weights = flags_of_weights(source, asked) if source else {}
     has_gpu = device.type == "cuda"
     model = asked.get("model") or weights.get("model") or ("gpt2" if has_gpu else "nano")
     rules: dict = {}  # filled below; since flags looks into it, the order of the rules matters
@@ -258,15 +232,13 @@ def resolve(
         rules["prompt"] = "def "  # the data is Python's own source
     if not has_gpu and model != "nano":
         rules["eval_tokens"] = 8192  # half a minute on a CPU, not hours
-
     off = speed_ups_off(device, model, flags["seq_len"], asked)
     rules |= dict.fromkeys(off, False)
     if has_gpu and "bf16" in off:
         rules["fp16"] = True  # a T4 or V100 has float16 in hardware
     if asked.get("fp16"):
         rules["bf16"] = False
-    # Not for --init-from: weights trained in float32 may give a residual stream whose values are
-    # too large to add up in bfloat16.
+    # Not for --init-from: float32 weights may give values that are too large to add in bfloat16.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
     return TrainConfig(**flags), off
@@ -278,27 +250,22 @@ def has_moved(state: dict, device: torch.device) -> bool:
 
 
 def saved_flags(state: dict, device: torch.device) -> dict:
-    """Return the flags that a resumed run keeps; on a different kind of device it keeps neither the
-    speed-ups nor the micro-batch. They come from the checkpoint, never from log.jsonl: a damaged
-    log must not change a run."""
+    """Return the flags that a resumed run keeps: on a different kind of device, all but speed-ups
+    and the micro-batch. We never read them from log.jsonl: a damaged log must not change a run."""
     dropped = {f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == "per command"}
     if has_moved(state, device):
         dropped |= {"tf32", "bf16", "compile", "flash", "fused", "bf16_residual", "fp16"}
         dropped.add("micro_batch_size")
-    kept = DEFAULTS.keys() - dropped
-    return {name: state["config"].get(name, DEFAULTS[name]) for name in kept}
+    return {name: state["config"].get(name, DEFAULTS[name]) for name in DEFAULTS.keys() - dropped}
 
 
-def flags_of_weights(source: Pretrained | None, asked: Mapping) -> dict:
+def flags_of_weights(source: Pretrained, asked: ChainMap) -> dict:
     """Return the flags that the weights fix. Raise UserError if `asked` has other values."""
-    if source is None:
-        return {}
     shape = asdict(source.shape)
     del shape["vocab_size"], shape["pad_vocab"]
     for name, value in shape.items():
         wanted = asked.get(name, value)
-        is_shorter = name == "seq_len" and wanted < value  # allowed: the last positions go unused
-        if wanted != value and not is_shorter:
+        if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{source.path} has {typed_as(name, value)}"
             raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out")
     for model, known in SHAPES.items():

@@ -4,8 +4,7 @@ A shard is a file of little-endian uint16 tokens in one of three formats, recogn
     .bin   256 int32 (20240520, 1, number of tokens, 0 ...), then the tokens: written by
            prepare_data.py, and published by others for llm.c and modded-nanogpt
     .npy   a one-dimensional numpy array, as in build-nanogpt
-    .bin   only the tokens, in files called train.bin and val.bin, as in nanoGPT
-"""
+    .bin   only the tokens, in files called train.bin and val.bin, as in nanoGPT"""
 
 import hashlib
 import json
@@ -27,15 +26,11 @@ VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # the last id of each is <|endoftex
 
 
 class ShardError(ValueError):
-    """Shards are missing, incomplete or unsuitable: the user's mistake."""
-
-    exit_code = 2
+    exit_code = 2  # the user's mistake: shards are missing, incomplete or unsuitable
 
 
 class DamagedShard(ShardError):
-    """A shard has changed since we opened it: the disk's fault."""
-
-    exit_code = 6
+    exit_code = 6  # the disk's fault: a shard has changed since we opened it
 
 
 @dataclass(frozen=True)
@@ -80,9 +75,8 @@ def open_shard(path: Path) -> Shard:
             raise ValueError(f"holds {on_disk:,.10g} tokens, its header says {shard.num_tokens:,}")
         return shard
     except Exception as error:  # numpy parses .npy headers as Python: anything may fail
-        raise ShardError(
-            f"{path} is not a complete shard: {error}; copy it again, or write it with {PREPARE}"
-        ) from error
+        cure = f"copy it again, or write it with {PREPARE}"
+        raise ShardError(f"{path} is not a complete shard: {error}; {cure}") from error
 
 
 def recognize(path: Path) -> Shard:
@@ -121,8 +115,7 @@ class TokenFolder:
 
 
 def open_folder(path: Path) -> TokenFolder:
-    """Return the shards that a folder's manifest lists or, without a manifest, all of its shards.
-    Raise ShardError if a split has none."""
+    """Return the shards in a folder's manifest, or all. Raise ShardError if a split has none."""
     cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
     if not path.is_dir():
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
@@ -148,8 +141,7 @@ def open_folder(path: Path) -> TokenFolder:
                 digest.update(f"{names[0]} {shard.num_tokens} ".encode())
                 size = min(512, shard.num_tokens)
                 for i in range(64):  # 64 samples across the shard take 1 ms in all
-                    part = shard.read(i * (shard.num_tokens - size) // 63, size)
-                    digest.update(part.tobytes())
+                    digest.update(shard.read(i * (shard.num_tokens - size) // 63, size).tobytes())
     if not any(splits.values()):
         tokens = f"data/{path.resolve().name}-tokens"
         cure = f"to make some from its text: python {PREPARE} --input {path} --data-dir {tokens}"
@@ -164,8 +156,9 @@ def open_folder(path: Path) -> TokenFolder:
 
 def read_manifest(folder: Path) -> dict:
     """Return a folder's manifest. Raise ShardError if it lacks anything that we need."""
+    path = folder / MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads(path.read_bytes())
         manifest["tokenizer"]["name"] = str(manifest["tokenizer"]["name"])
         for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
             entry["name"] = Path(str(entry["name"])).name  # never a path to another folder
@@ -174,9 +167,7 @@ def read_manifest(folder: Path) -> dict:
             entry["largest_id"] = int(entry["largest_id"])
         return manifest
     except Exception as error:  # a damaged file may hold anything
-        raise ShardError(
-            f"{folder}/{MANIFEST} is damaged: {error!r:.99}; prepare it again"
-        ) from None
+        raise ShardError(f"{path} is damaged: {error!r:.99}; prepare it again") from None
 
 
 @lru_cache
@@ -185,13 +176,12 @@ def feistel_keys(seed: int, epoch: int) -> list[int]:
 
 
 def permuted(number: int, length: int, seed: int, epoch: int) -> int:
-    """Return what a permutation of range(length), different in each epoch, maps number to. We
-    compute it instead of storing it: a Feistel network (Luby and Rackoff 1988) permutes the numbers
-    of 2 * half bits. We apply it until the result is below length (Black and Rogaway 2002), at most
-    4 times on average."""
+    """Return what a permutation of range(length), different in each epoch, maps number to. It is
+    computed, not stored: a Feistel network (Luby and Rackoff 1988) permutes the numbers of 2 * half
+    bits, and we apply it until the result is below length (Black and Rogaway 2002)."""
     half = ((length - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
-    while True:
+    while True:  # at most 4 times on average
         left, right = number >> half, number & mask
         for key in feistel_keys(seed, epoch):
             mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF  # 2^64 / golden ratio
@@ -205,8 +195,7 @@ def permuted(number: int, length: int, seed: int, epoch: int) -> int:
 @lru_cache(maxsize=4096)
 def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
     """Return the position, below T, of an epoch's first sequence in a shard. Later epochs cut the
-    text at new places: on 135 kB of text that improved the best validation loss from 1.907 to
-    1.721."""
+    text at new places: on 135 kB that improved the best validation loss from 1.907 to 1.721."""
     if epoch == 0:
         return 0
     entropy = np.random.SeedSequence([seed, epoch, shard]).generate_state(1, np.uint64)[0]
@@ -216,9 +205,8 @@ def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
 class ShardLoader:
     """Deals sequences of T tokens out to the ranks, B at a time. Sequences are numbered across all
     shards; none spans two. Each next_batch takes the next B * num_ranks numbers, B for each rank.
-    The only state is position, an integer that is the same on every rank, so a run can resume with
-    any B and any number of ranks. With a seed, each epoch has a new order; without one, sequences
-    come in the order on disk."""
+    The only state is position, the same on every rank, so a run can resume with any B and number of
+    ranks. With a seed, each epoch has a new order; without one, it is the order on disk."""
 
     def __init__(
         self, shards: list[Shard], B: int, T: int, rank=0, num_ranks=1, seed: int | None = None
@@ -229,30 +217,27 @@ class ShardLoader:
         self.rank = rank
         self.num_ranks = num_ranks
         self.seed = seed
-        # The last target of a sequence is the token after it, hence the - 1.
-        self.ends = list(accumulate((shard.num_tokens - 1) // T for shard in shards))
+        # Each shard's first sequence. A sequence needs the token after it, hence the - 1.
+        self.firsts = [0, *accumulate((shard.num_tokens - 1) // T for shard in shards)]
         if not len(self):
             longest = max(shard.num_tokens for shard in shards)
+            text = f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}"
             cure = f"prepare more text, or try --seq-len {max(longest - 1, 1)}"
-            raise ShardError(
-                f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}: {cure}"
-            )
+            raise ShardError(f"{text}: {cure}")
         self.position = 0  # sequences dealt out so far, over all ranks
         self.prefetched: tuple | None = None  # numbers and batch, from prefetch
 
     def __len__(self) -> int:  # sequences in an epoch
-        return self.ends[-1]
+        return self.firsts[-1]
 
     def __getitem__(self, number: int) -> np.ndarray:
         """Return sequence `number` of the run and the token after it: (T + 1,) uint16."""
         epoch, number = divmod(number, len(self))
         if self.seed is not None:
             number = permuted(number, len(self), self.seed, epoch)
-        shard_index = bisect_right(self.ends, number)
+        shard_index = bisect_right(self.firsts, number) - 1
         shard = self.shards[shard_index]
-        if shard_index:
-            number -= self.ends[shard_index - 1]
-        start = number * self.T
+        start = (number - self.firsts[shard_index]) * self.T
         if self.seed is not None:
             # The number of sequences stays the same, so the last one may overlap the one before.
             start += epoch_offset(self.seed, epoch, shard_index, self.T)
@@ -260,15 +245,14 @@ class ShardLoader:
         return shard.read(start, self.T + 1)
 
     def batch(self, numbers: range) -> tuple:
-        """Return inputs and targets of these sequences, (len(numbers), T) int64 each. With a GPU
-        they are in pinned memory, so that it can copy them while it computes."""
+        """Return inputs and targets of these sequences, (len(numbers), T) int64 each."""
         import torch  # at the top it would cost each worker of prepare_data.py 200 MB
 
         rows = np.stack([self[n] for n in numbers])  # (len(numbers), T + 1)
         x = torch.from_numpy(rows[:, :-1].astype(np.int64))
         y = torch.from_numpy(rows[:, 1:].astype(np.int64))
         if torch.cuda.is_available():
-            x, y = x.pin_memory(), y.pin_memory()
+            x, y = x.pin_memory(), y.pin_memory()  # the GPU copies them while it computes
         return x, y
 
     def next_batch(self) -> tuple:

@@ -1,16 +1,12 @@
-"""GPT-2 in one file of PyTorch: the network, its initial weights, the loss, and generation.
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners") in one file of
+PyTorch: the network, its initial weights, the loss, and generation. Parameter names (wte, wpe, h,
+ln_1, c_attn, ...) are OpenAI's, so that their weights load by name:
+https://github.com/openai/gpt-2/blob/master/src/model.py
 
 Shapes in the comments:
     B  sequences in a batch               nh  attention heads (n_head)
     T  tokens in a sequence (<= seq_len)  hs  channels of one head, C / nh
-    C  channels of the residual stream    V   rows of the embedding, padding included
-
-Parameter names (wte, wpe, h, ln_1, c_attn, ...) are OpenAI's, so that their weights load by name.
-
-Sources:
-    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"
-    https://github.com/openai/gpt-2/blob/master/src/model.py
-"""
+    C  channels of the residual stream    V   rows of the embedding, padding included"""
 
 import math
 import zlib
@@ -55,9 +51,8 @@ class GPTConfig:
     def num_rows(self) -> int:
         """The rows of the embedding. Speed-up 5 rounds vocab_size up to a multiple of 64 (50257 to
         50304): GPUs multiply matrices in tiles, and a partial tile costs as much as a full one."""
-        if not self.pad_vocab:
-            return self.vocab_size
-        return math.ceil(self.vocab_size / 64) * 64
+        multiple = 64 if self.pad_vocab else 1
+        return math.ceil(self.vocab_size / multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,6 @@ SHAPES = {  # layers, channels: Radford et al. 2019, table 2; heads: OpenAI's re
     "nano": GPTConfig(vocab_size=257, seq_len=128, n_layer=4, n_head=4, n_embd=128),  # 0.8M, bytes
 }
 
-
 # For inputs whose length changes with each call. This omits cuDNN's attention, which spends about a
 # second planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
 VARLEN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -87,27 +81,21 @@ VARLEN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, S
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Return causal attention, written out: q (B, nh, T, hs) -> (B, nh, T, hs). If k and v have
-    more positions than q, q holds the last T of them. All attention weights, (B, nh, T, T), are in
-    memory at once."""
-    B, nh, T, hs = q.shape
+    more positions, q holds the last T. All weights, (B, nh, T, T), are in memory at once."""
+    T, hs = q.shape[-2:]
     past = k.shape[-2] - T
     future = q.new_full((T, past + T), -math.inf).triu(1 + past)
-    # q becomes (B * nh, T, hs); k and v have past + T positions
-    q = q.flatten(0, 1)
-    k = k.flatten(0, 1)
-    v = v.flatten(0, 1)
-    # Without torch.compile, scaling and masking inside the matrix product saves two passes over the
-    # (T, T) weights.
-    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(hs))
+    keys = k.flatten(0, 1).transpose(1, 2)  # (B * nh, hs, past + T)
+    # Without torch.compile, scaling and masking in the product saves two passes over the scores.
+    scores = torch.baddbmm(future, q.flatten(0, 1), keys, alpha=1 / math.sqrt(hs))
     weights = F.dropout(scores.softmax(dim=-1), dropout)
-    return (weights @ v).view(B, nh, T, hs)
+    return (weights @ v.flatten(0, 1)).view(q.shape)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Speed-up 4: do the same in one fused kernel, which never stores the (T, T) weights (Dao et
-    al. 2022). If k has more positions than q, q must hold only the last one."""
-    is_causal = q.shape[-2] > 1  # the last position may see all others
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
+    al. 2022). If k has more positions than q, q must hold only the last one, which may see all."""
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=q.shape[-2] > 1)
 
 
 class StackedLinear(nn.Linear):
@@ -136,10 +124,8 @@ class CausalSelfAttention(nn.Module):
         """Map x (B, T, C) to (B, T, C). cache maps each attention module to the keys and values of
         the positions before x, (B, nh, past, hs) each; those of x are added to it."""
         B, T, C = x.shape
-        q, k, v = self.c_attn(x)  # (B, T, C) each
-        q = q.view(B, T, self.config.n_head, -1).transpose(1, 2)  # (B, nh, T, hs)
-        k = k.view(B, T, self.config.n_head, -1).transpose(1, 2)
-        v = v.view(B, T, self.config.n_head, -1).transpose(1, 2)
+        hs = C // self.config.n_head  # q, k and v become (B, nh, T, hs)
+        q, k, v = [part.view(B, T, -1, hs).transpose(1, 2) for part in self.c_attn(x)]
         if cache is not None:
             if self in cache:
                 past_k, past_v = cache[self]
@@ -203,9 +189,9 @@ class GPT(nn.Module):
     def init_weights(self, seed: int):
         """Set biases to 0, and draw matrices from N(0, 0.02). Divide the last matrix of each
         residual branch by sqrt(number of branches), so that the scale of their sum does not depend
-        on depth (GPT-2, section 2.3). Padded rows are 0 and use no random numbers, so the other
-        weights do not depend on padding. LayerNorm gains stay at PyTorch's 1."""
-        num_branches = 2 * self.config.n_layer
+        on depth (GPT-2, section 2.3). Padded rows are 0 and use no random numbers, so padding
+        changes no other weight. LayerNorm gains stay at PyTorch's 1."""
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
             # One generator per name: adding, removing or moving a parameter changes no other one.
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -214,20 +200,17 @@ class GPT(nn.Module):
             elif name == "transformer.wte.weight":
                 p.zero_()[: self.config.vocab_size].normal_(std=0.02, generator=rng)
             elif name.endswith("c_proj.weight"):
-                p.normal_(std=0.02 / math.sqrt(num_branches), generator=rng)
+                p.normal_(std=residual_std, generator=rng)
             elif p.dim() == 2:
                 p.normal_(std=0.02, generator=rng)
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters with weight decay (matrices, embeddings) and those without."""
         params = list(self.parameters())
-        decayed = [p for p in params if p.dim() >= 2]
-        others = [p for p in params if p.dim() < 2]
-        return decayed, others
+        return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
 
     def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
-        """Return the weights that Muon updates, those of the blocks' linear layers, each with the
-        number of rows of every matrix stacked in it."""
+        """Return the weights that Muon updates, each with the rows of the matrices in it."""
         parts = {m.weight: m.parts for m in self.modules() if isinstance(m, StackedLinear)}
         matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
         return [(p, parts.get(p, [len(p)])) for p in matrices]
@@ -239,16 +222,14 @@ class GPT(nn.Module):
         return sum(p.numel() for p in params) - (num_padded if has_embedding else 0)
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations per token, forward and backward: 6 per weight and
-        12 * T * C per attention layer (Chowdhery et al. 2022, PaLM, appendix B). The position
-        embedding does not count, because it is only looked up."""
+        """Return a token's FLOPs, forward and backward: 6 per weight (wpe is only looked up), and
+        12 * T * C per attention layer (Chowdhery et al. 2022, PaLM, appendix B)."""
         multiplied = [p.numel() for name, p in self.named_parameters() if "wpe" not in name]
         attention_flops = 12 * self.config.seq_len * self.config.n_embd
         return 6 * sum(multiplied) + self.config.n_layer * attention_flops
 
     def features(self, idx: Tensor, cache: dict | None = None, past: int = 0) -> Tensor:
-        """Return the final hidden states: idx (B, T) -> (B, T, C). With a cache, idx follows `past`
-        earlier tokens whose keys and values are cached."""
+        """Return the final hidden states: idx (B, T) -> (B, T, C). cache holds `past` tokens."""
         end = past + idx.shape[1]
         if end > self.config.seq_len:
             raise ValueError(f"{end} tokens are more than seq_len {self.config.seq_len}")
@@ -263,19 +244,14 @@ class GPT(nn.Module):
                 x = block(x, cache)
         return self.transformer.ln_f(x)
 
-    def padding_bias(self, x: Tensor) -> Tensor | None:
-        """Return the bias of the logits, (V,): -inf for padded rows, 0 elsewhere. It keeps padding
-        out of the loss, so padding changes the speed and not the mathematics. The gradient of the
-        padded rows is exactly 0, so they stay 0."""
-        if not self.config.pad_vocab:
-            return None
-        ids = torch.arange(self.config.num_rows, device=x.device)
-        is_padding = ids >= self.config.vocab_size
-        return torch.zeros_like(ids, dtype=x.dtype).masked_fill(is_padding, -math.inf)
-
     def head(self, x: Tensor) -> Tensor:
-        """Return the logits of the next token: (..., C) -> (..., V)."""
-        return F.linear(x, self.lm_head.weight, self.padding_bias(x))
+        """Return the logits of the next token: (..., C) -> (..., V), and -inf for padded rows.
+        Padding thus changes the speed and not the loss, and the gradient of its rows is 0."""
+        bias = None
+        if self.config.pad_vocab:
+            ids = torch.arange(self.config.num_rows, device=x.device)
+            bias = torch.where(ids < self.config.vocab_size, 0.0, -math.inf).to(x.dtype)
+        return F.linear(x, self.lm_head.weight, bias)
 
     def logits(self, idx: Tensor) -> Tensor:
         """Return next-token logits at every position: idx (B, T) -> (B, T, V)."""
@@ -285,18 +261,17 @@ class GPT(nn.Module):
         """Return the mean cross-entropy, in nats per token: two (B, T) -> ()."""
         x = self.features(idx).flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        chunk = self.compute.loss_chunk_tokens or len(x)
-        if chunk >= len(x):
-            return self.loss(x, targets, "mean")
-        return self.chunked_loss(x, targets, chunk)
+        if 0 < self.compute.loss_chunk_tokens < len(x):
+            return self.chunked_loss(x, targets)
+        return self.loss(x, targets, "mean")
 
     # Not part of the compiled step, where Inductor would compute the softmax of all chunks in one
     # kernel, with all logits in memory at once. train_gpt2.py compiles `loss` separately.
     @torch.compiler.disable
-    def chunked_loss(self, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        """Return the mean loss of x (N, C) with only the logits of `chunk` tokens in memory at a
-        time: logits and their gradient are the largest tensors of a step. backward recomputes each
-        chunk."""
+    def chunked_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of x (N, C) with the logits of only one chunk in memory: they and
+        their gradient are the largest tensors of a step. backward recomputes each chunk."""
+        chunk = self.compute.loss_chunk_tokens
         loss = torch.zeros((), device=x.device)
         for part, ids in zip(x.split(chunk), targets.split(chunk), strict=True):
             loss = loss + checkpoint(
@@ -312,8 +287,7 @@ class GPT(nn.Module):
         self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int
     ) -> Iterator[Tensor]:
         """Yield the tokens (B, 1) that follow idx (B, T), one by one, forever. When all seq_len
-        positions are full, drop the older half and recompute the rest from position 0, because
-        cached keys can't move to other positions."""
+        positions are full, drop the older half and recompute the rest: cached keys can't move."""
         cache: dict = {}
         past = 0
         new = idx[:, -self.config.seq_len :]
@@ -326,8 +300,7 @@ class GPT(nn.Module):
             yield new
             idx = torch.cat([idx, new], dim=1)
             if past == self.config.seq_len:
-                cache = {}
-                past = 0
+                cache, past = {}, 0
                 new = idx[:, -max(1, self.config.seq_len // 2) :]
 
 
@@ -338,7 +311,6 @@ def sample_token(logits: Tensor, rng: torch.Generator, temperature: float, top_k
         raise FloatingPointError("the logits overflow, so no next token can be drawn")
     if temperature < torch.finfo(torch.float32).tiny:  # dividing by it would overflow
         return logits.argmax(dim=-1, keepdim=True)
-    num_candidates = min(top_k or logits.shape[-1], logits.shape[-1])
-    top, ids = logits.topk(num_candidates)  # (B, num_candidates), largest first
+    top, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # largest first
     probs = ((top - top[:, :1]) / temperature).softmax(dim=-1)
     return ids.gather(1, torch.multinomial(probs, 1, generator=rng))

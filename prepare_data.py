@@ -108,8 +108,7 @@ def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int
 
 
 def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
-    """Yield all text. If no document is drawn for validation, as with a single book, the last tenth
-    of each one is."""
+    """Yield all text. If no document is drawn for validation, the last tenth of each one is."""
     peek = Reader(reader.files, reader.text_field)
     cuts_each = not any(is_val and size for is_val, size, _ in documents(peek, config))
     numbers = count(1)

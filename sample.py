@@ -16,13 +16,13 @@ if __name__ == "__main__":
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from config import DEVICES, TrainConfig
-from support import checkpoint, log
+from support import checkpoint, device, log
 from support.cli import flag, parse
 from support.ending import UserError
 from support.evaluate import sample
@@ -32,9 +32,9 @@ from support.run_folder import choose_out_dir
 SYNONYMS = {  # flags of nanoGPT and train_gpt2.py, and their equivalents
     "--compile": "not needed: sample lengths differ, so compiling would not pay off",
     "--dtype": "always float32",
-    "--init-from": "the name itself: python sample.py gpt2",
+    "--init-from": "just a name: python sample.py gpt2",
     "--max-new-tokens": "--sample-tokens",
-    "--out-dir": "the name itself: python sample.py out/book",
+    "--out-dir": "just a name: python sample.py out/book",
 }
 
 
@@ -64,36 +64,30 @@ def read_flags(argv: list[str]) -> dict:
 
 
 def read_prompts() -> Iterator[str]:
-    """Yield each line that the user types until Ctrl-D, or each line of a pipe or file on stdin. If
-    there is no line to read, yield one empty prompt."""
-    on_terminal = log.is_terminal(sys.stdin)
-    if on_terminal:
+    """Yield each line of stdin. If it is not a terminal and has no line, yield an empty prompt."""
+    if log.is_terminal(sys.stdin):
         ending.print_error("type the beginning of a text, or Ctrl-D to end")
-    else:
-        # Check the kind of file first: reading from some kinds would wait forever, and so would
-        # reading from the pipe that a notebook opens and never writes to.
-        kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
-        is_unused_pipe = kind == stat.S_IFIFO and log.in_notebook()
-        if is_unused_pipe:
-            ending.print_error("in a notebook, give prompts with --prompt, or from a file: < FILE")
-        if is_unused_pipe or kind not in (stat.S_IFIFO, stat.S_IFREG):
-            yield ""
-            return
+        while True:
+            ending.stop_watchdog()  # waiting for the user is not a hang
+            try:
+                yield input("prompt> ")
+            except EOFError:
+                log.show("")  # Ctrl-D leaves the cursor after "prompt> "
+                return
+    # Reading other kinds of files may wait forever, and so may the pipe that a notebook opens.
+    kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
+    if kind == stat.S_IFIFO and log.in_notebook():
+        ending.print_error("in a notebook, give prompts with --prompt, or from a file: < FILE")
+        kind = 0
+    line = ""
+    if kind in (stat.S_IFIFO, stat.S_IFREG):
         ending.print_error("no --prompt: reading prompts from stdin, one per line")
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    is_empty = True
-    while True:
-        ending.stop_watchdog()  # waiting for the user is not a hang
-        try:
-            prompt = input("prompt> " if on_terminal else "")
-        except EOFError:
-            if on_terminal:
-                log.show("")  # Ctrl-D leaves the cursor after "prompt> "
-            elif is_empty:
-                yield ""
-            return
-        is_empty = False
-        yield prompt
+        for line in sys.stdin:
+            yield line.removesuffix("\n")
+            ending.stop_watchdog()
+    if not line:
+        yield ""
 
 
 def show_samples(flags: SampleConfig, prompts: Iterable[str]):
@@ -108,18 +102,15 @@ def show_samples(flags: SampleConfig, prompts: Iterable[str]):
     if on_terminal:
         ending.print_error(f"sampling from {weights}")
     sampling = asdict(flags) | {"model": "gpt2", "bf16": False, "warmup_steps": 0}
-    config = TrainConfig(**sampling)
-    is_first = True
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         try:
-            config = replace(config, prompt=prompt)
+            config = TrainConfig(**sampling | {"prompt": prompt})
         except UserError as error:  # not UTF-8
             log.show(str(error))
             continue
         for number in range(config.num_samples):
-            if not is_first and (number or not on_terminal):
+            if number or (i and not on_terminal):
                 log.show("---")
-            is_first = False
             for piece in sample(model, tokenizer, config, number):
                 log.show(piece, end="")
             log.show("")
@@ -128,8 +119,7 @@ def show_samples(flags: SampleConfig, prompts: Iterable[str]):
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code. Only a bug shows a traceback."""
     ending.program = "sample.py"
-    if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
-        sys.stdout.reconfigure(errors="replace")
+    device.set_environment()
     try:
         typed = read_flags(sys.argv[1:] if argv is None else argv)
         prompts = [typed["prompt"]] if "prompt" in typed else read_prompts()

@@ -9,10 +9,9 @@ import sys
 
 from support import ending
 
-# A waiting OpenMP thread spins 300,000 times by default, and so keeps a busy machine's cores from
-# the threads that it waits for. Beside four busy programs on two cores, a step of nano took
-# 2,100 ms; with this it takes 380 ms. On a quiet machine this costs 2 % of a step. The variable
-# is read once, when torch is imported.
+# By default a waiting OpenMP thread spins 300,000 times, and on a busy machine it hogs cores that
+# the threads it waits for need. Alongside four busy programs on two cores, this cuts a step of nano
+# from 2,100 to 380 ms; on an idle machine it costs 2%. torch reads it once, when it is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if __name__ == "__main__":
     ending.guard_imports()
@@ -28,14 +27,12 @@ from filelock import FileLock
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from config import TrainConfig, has_moved, read_flags, resolve
+from config import TrainConfig, read_flags, resolve
 from dataloader import ShardLoader, TokenFolder, open_folder
 from model import GPT
 from support import checkpoint, corpus, device, evaluate, fit, log, report, run_folder
 from support.cli import spell, typed_as
-from support.device import autocast
 from support.ending import NumericalError, Phase, StopSignals, UserError
-from support.evaluate import Question
 from support.muon import MuonAdamW
 from support.pretrained import load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
@@ -61,10 +58,9 @@ def set_backends(config: TrainConfig, world: World):
 
 
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """Return model wrapped in torch.compile and DDP; the parameters are the same.
-
-    We save, load and sample the plain model: checkpoints then have no `_orig_mod.` or `module.` in
-    their names, and inputs of other shapes trigger no recompilation."""
+    """Return model wrapped in torch.compile and DDP; the parameters are the same. We save, load
+    and sample the plain model: checkpoints then have no `_orig_mod.` or `module.` in their names,
+    and inputs of other shapes trigger no recompilation."""
     # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
     net: nn.Module = model
     if config.compile:
@@ -79,26 +75,11 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
-def fit_micro_batch(
-    model: GPT, config: TrainConfig, world: World, saved_size: int | None
-) -> tuple[nn.Module, int]:
-    """Return the sped-up network, and --micro-batch-size if it is set, else the largest micro-batch
-    that fits in memory on every rank. A resumed run passes the size it was saved with."""
-    for B in fit.micro_batch_sizes(model, config, world, saved_size):
-        net = speed_up(model, config, world)
-        if fit.pass_fits(net, B, config, world):
-            return net, B
-        del net
-        torch.compiler.reset()  # frees the compiled code
-    raise fit.does_not_fit(config)
-
-
 # ---- The optimizer and its learning rate ---------------------------------------------------------
 
 
 def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim.Optimizer:
-    """Return AdamW with GPT-3's settings (Brown et al. 2020, appendix B). With --muon, Muon updates
-    the blocks' matrices instead."""
+    """Return AdamW as in GPT-3 (Brown et al. 2020, appendix B); --muon: Muon for the matrices."""
     # Don't decay layer-norm gains (they belong near 1) or biases (too few to matter).
     decayed, others = model.decay_groups()
     groups = [
@@ -147,8 +128,7 @@ def train_step(run: Run) -> StepResult:
     """Take one step: forward and backward over batch_tokens tokens, then one update. If the loss or
     the gradient is not finite, raise NumericalError on every rank before any weight changes; with
     --fp16, a gradient that overflows only skips the update."""
-    config = run.config
-    world = run.world
+    config, world = run.config, run.world
     num_micro_batches = config.num_micro_batches(run.loader.B, world.size)
     if config.dropout:
         # Reseeding from (seed, step, rank) leaves no generator state to save and restore.
@@ -162,7 +142,7 @@ def train_step(run: Run) -> StepResult:
         # DDP averages the gradients during backward; only the last micro-batch needs that. DDP
         # decides in forward whether to do it, so both passes must be inside.
         with gradient_sync(run.net, enabled=i == num_micro_batches - 1):
-            with autocast(config.dtype, world.device):
+            with device.autocast(config.dtype, world.device):
                 # Divide, because backward adds up the gradients of all micro-batches.
                 loss = run.net(x, y) / num_micro_batches
             run.scaler.scale(loss).backward()
@@ -182,8 +162,7 @@ def train_step(run: Run) -> StepResult:
     stop_vote = torch.full((), float(run.signals.received), device=world.device)
     votes = torch.stack([loss_of_rank, grad_norm.float(), stop_vote])
     loss_sum, norm_sum, num_stop_votes = world.sum(votes).tolist()
-    mean_loss = loss_sum / world.size
-    mean_norm = norm_sum / world.size
+    mean_loss, mean_norm = loss_sum / world.size, norm_sum / world.size
 
     notice = ""
     if math.isfinite(mean_loss) and math.isfinite(mean_norm):
@@ -213,14 +192,13 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
     run.loader.position -= config.batch_tokens // config.seq_len
     if run.saved_step != run.step:
         save(run)
-    run.world.end_all(
-        NumericalError(
-            f"step {run.step + 1} gave loss {loss} (not finite on rank"
-            f" {', '.join(ranks) or 'none'}) and gradient norm {grad_norm}, on sequences"
-            f" {run.loader.position:,} to {end - 1:,}: not applied; step {run.step} is saved; try"
-            f" --resume with a --learning-rate below {config.learning_rate}"
-        )
+    text = (
+        f"step {run.step + 1} gave loss {loss} (not finite on rank {', '.join(ranks) or 'none'})"
+        f" and gradient norm {grad_norm}, on sequences {run.loader.position:,} to {end - 1:,}:"
+        f" not applied; step {run.step} is saved"
     )
+    cure = f"try --resume with a --learning-rate below {config.learning_rate}"
+    run.world.end_all(NumericalError(f"{text}; {cure}"))
 
 
 # ---- The loop ------------------------------------------------------------------------------------
@@ -254,8 +232,7 @@ def train(run: Run) -> int:
 
 
 def is_due(step: int, every: int, last_step: int) -> bool:
-    """Return whether something that happens every `every` steps (0: never) is due. After the last
-    step it always is, so a run ends with a checkpoint and its evaluation."""
+    """Return whether something is due: every so many steps (0: never), and after the last one."""
     return step == last_step or (every > 0 and step % every == 0)
 
 
@@ -304,13 +281,11 @@ def log_step(run: Run, result: StepResult, seconds: float):
 def evaluate_if_due(run: Run):
     """Validate, sample and answer questions: before the first step, after the last, and every
     eval_every steps. Evaluations use their own loader and generator: they never change a run."""
-    config, world = run.config, run.world
+    config, world, tokenizer = run.config, run.world, run.data.tokenizer
     if run.step > 0 and not is_due(run.step, config.eval_every, config.steps):
         return
     if config.eval_tokens:
-        figures = evaluate.validate(
-            run.net, run.model, run.val_loader, run.data.tokenizer, config, world
-        )
+        figures = evaluate.validate(run.net, run.model, run.val_loader, tokenizer, config, world)
         # Record only saved steps, so that the best one is on disk. nan can't be the best.
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
             run.val_losses[run.step] = figures["val_loss"]
@@ -320,7 +295,7 @@ def evaluate_if_due(run: Run):
     if run.step == 0 and not config.init_from:
         return  # random weights have nothing to say
     if config.num_samples and world.is_main:
-        text = evaluate.samples(run.model, run.data.tokenizer, config)
+        text = evaluate.samples(run.model, tokenizer, config)
         run.log.record(step=run.step, sample=text)
         run.log.print(f"sample after step {run.step}:\n{text}")
     if run.questions:
@@ -345,7 +320,7 @@ class Plan(NamedTuple):
     state: dict | None  # that checkpoint's state.json
     data: TokenFolder
     vocab_size: int
-    questions: list[Question]
+    questions: list[evaluate.Question]
 
 
 def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -> Plan:
@@ -367,20 +342,17 @@ def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -
 
 
 def find_start(typed: dict, out_dir: Path) -> tuple[Path | None, dict | None]:
-    """Return where a run starts: its newest checkpoint and that one's state, else the weights of
-    --init-from and None, else None and None."""
-    init_from = typed.get("init_from")
-    path = state = None
-    if not (init_from and typed.get("eval_only")):
-        path = checkpoint.newest(out_dir)
+    """Return the checkpoint or weights that a run starts from, and the state of a checkpoint."""
+    init_from, eval_only = typed.get("init_from"), typed.get("eval_only")
+    path = None if init_from and eval_only else checkpoint.newest(out_dir)
     if path:
-        state = checkpoint.read_state(path)
-    elif init_from:
-        path = checkpoint.find_weights(init_from)
-    elif typed.get("eval_only"):
+        return path, checkpoint.read_state(path)
+    if init_from:
+        return checkpoint.find_weights(init_from), None
+    if eval_only:
         cure = "name a run with --out-dir, or weights with --init-from"
         raise UserError(f"no checkpoint in {out_dir}: {cure}")
-    return path, state
+    return None, None
 
 
 def check_same_run(state: dict, config: TrainConfig, data: TokenFolder):
@@ -399,12 +371,11 @@ def check_same_run(state: dict, config: TrainConfig, data: TokenFolder):
 
 def is_complete(plan: Plan, out_dir: Path) -> bool:
     """Return whether a run has finished all its steps and its last evaluation."""
-    if plan.state is None:
+    last_step = plan.config.steps
+    if plan.state is None or plan.state["step"] < last_step:
         return False
-    step, last_step = plan.state["step"], plan.config.steps
-    if step == last_step:
-        return run_folder.read_summary(out_dir).get("steps") == last_step
-    return step > last_step
+    has_evaluated = run_folder.read_summary(out_dir).get("steps") == last_step
+    return has_evaluated or plan.state["step"] > last_step
 
 
 def check_files_agree(plan: Plan, world: World):
@@ -434,6 +405,17 @@ def check_can_save(model: GPT, plan: Plan, out_dir: Path):
     run_folder.check_disk_space(out_dir, num_params, plan.config.keep)
 
 
+def fit_micro_batch(model: GPT, plan: Plan, world: World) -> tuple[nn.Module, int]:
+    """Return the sped-up network, and --micro-batch-size or the largest size that fits."""
+    for B in fit.micro_batch_sizes(model, plan.config, world, plan.state):
+        net = speed_up(model, plan.config, world)
+        if fit.pass_fits(net, B, plan.config, world):
+            return net, B
+        del net
+        torch.compiler.reset()  # frees the compiled code
+    raise fit.does_not_fit(plan.config)
+
+
 def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
     """Return a run that is ready to train, or None if it is already complete. call_on_main calls a
     function on the main rank and returns its result on every rank; all else runs on every rank."""
@@ -456,10 +438,7 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
     if plan.is_new:
         world.call_on_main(run_folder.take_folder, out_dir, lock, plan.is_new)
     model.to(world.device)
-    saved_size = None
-    if state and not has_moved(state, world.device):
-        saved_size = state["micro_batch_size"]
-    net, B = fit_micro_batch(model, config, world, saved_size)
+    net, B = fit_micro_batch(model, plan, world)
 
     # Start Weights & Biases before the log: if it fails, the run has logged nothing yet.
     wandb_run = None
@@ -485,9 +464,8 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
     )
     if state and plan.start:
         restore(run, plan.start, state)
-    # DDP rebuilds its gradient buckets after its first backward pass, and from then on sums in a
-    # different order. Get that over with before training; otherwise a resumed run would differ from
-    # an uninterrupted one in the last bits.
+    # After its first backward pass DDP rebuilds its buckets, and then sums in another order. Get
+    # that over with, or a resumed run would differ from an uninterrupted one in the last bits.
     for _ in range(2 if world.size > 1 else 0):
         fit.dummy_pass(net, B, config, world)
     report.print_start(run, typed, plan.off, state)
@@ -500,8 +478,7 @@ def evaluate_only(typed: dict, world: World) -> int:
     if "init_from" not in typed:
         out_dir = world.call_on_main(run_folder.choose_out_dir, typed.get("out_dir", ""), True)
     # One evaluation is too short for compiling to pay off.
-    typed = typed | {"compile": False}
-    plan = world.call_on_main(make_plan, typed, out_dir, None, world)
+    plan = world.call_on_main(make_plan, typed | {"compile": False}, out_dir, None, world)
     check_files_agree(plan, world)
     set_backends(plan.config, world)
     model = make_model(plan, world).to(world.device)

@@ -36,7 +36,7 @@ REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.
 
 
 class DamagedCheckpoint(UserError):
-    """A file of a checkpoint does not match its digest."""
+    """A checkpoint file does not match its digest."""
 
 
 def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
@@ -88,7 +88,7 @@ def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def remove(path: Path):
-    """Remove a checkpoint. Rename it first, so that half a checkpoint never has its name."""
+    """Remove a checkpoint. Rename it first, so that a half-deleted one never keeps the name."""
     doomed = path.with_name(f"{path.name}.removed.tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
@@ -126,7 +126,7 @@ def verify(path: Path):
     """Raise DamagedCheckpoint unless every file of a checkpoint has the digest in SHA256SUMS."""
     file = path / SUMS
     try:
-        # Split at \n only: a flipped bit must not turn a newline into another line ending.
+        # Split at \n only, to catch a bit flip that makes it another line ending.
         *lines, after_last = file.read_bytes().decode("ascii").split("\n")
         names = [line[66:] for line in lines]  # skip 64 digits and two spaces
         if after_last or not set(names) >= REQUIRED:
@@ -142,7 +142,7 @@ def verify(path: Path):
 
 
 def read_state(path: Path) -> dict:
-    """Return a verified checkpoint's state.json. Raise UserError if its format is unknown."""
+    """Return the state.json of a verified checkpoint. Raise UserError for an unknown format."""
     state = json.loads((path / "state.json").read_bytes())
     if state["format"] == 3:  # up to 2026-11-25
         config = state["config"]
@@ -180,7 +180,7 @@ def check_read_back(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
     written = load_file(path / "optimizer.safetensors")
     for name, tensor in optimizer_tensors(model, optimizer).items():
         if not torch.equal(tensor.cpu(), written[name]):
-            raise RuntimeError(f"{path}: {name} is not read as it was saved")
+            raise RuntimeError(f"{path}: {name} does not read back as saved")
 
 
 def check_same(saved: pretrained.Pretrained, model: GPT):
@@ -188,7 +188,7 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
         raise RuntimeError(f"{saved.path} is saved as {model.config} and read as {saved.shape}")
     for name, p in model.named_parameters():
         if not torch.equal(p.detach().cpu()[: len(saved.weights[name])], saved.weights[name]):
-            raise RuntimeError(f"{saved.path}: {name} is not read as it was saved")
+            raise RuntimeError(f"{saved.path}: {name} does not read back as saved")
 
 
 def fingerprint(path: Path) -> str:
@@ -219,7 +219,7 @@ def find_weights(name: str) -> Path:
 
 
 def open_model(path: Path) -> tuple[GPT, str]:
-    """Return the network and its tokenizer's name. Raise UserError if path holds no network."""
+    """Return the network in a checkpoint or in other weights, and the name of its tokenizer."""
     source = pretrained.read_weights(path)
     model = GPT(source.shape).eval()
     pretrained.load_weights(model, source)
@@ -227,7 +227,6 @@ def open_model(path: Path) -> tuple[GPT, str]:
 
 
 def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
-    """Return the network and tokenizer (None if not installed) of a run's newest checkpoint, or of
-    anything else that --init-from takes. Your notebooks and scripts can call this."""
+    """Return a run's network and tokenizer (None if not installed), for notebooks and scripts."""
     model, tokenizer = open_model(find_weights(name))
     return model, load_tokenizer(tokenizer)

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from support.ending import UserError
 
-INT_MAX = 2**31 - 1
-
 # What a resumed run does with another value of a flag:
 #     refuse       end with an error: it would be another network, or other data
 #     inexact      take it, and say that the last bits of the result may change
@@ -27,7 +25,7 @@ def flag(  # noqa: PLR0913
     on_resume: OnResume = "allow",
     choices: Iterable[str] | None = None,
     min: float = 0,  # noqa: A002
-    max: float = INT_MAX,  # noqa: A002
+    max: float = 2**31 - 1,  # noqa: A002
     group: str = "",
 ) -> Any:
     """Declare a field of a dataclass as a flag. The first flag of each group in --help names it.
@@ -46,17 +44,6 @@ def typed_as(name: str, value) -> str:
     if isinstance(value, bool):
         return spell(name) if value else f"--no-{spell(name)[2:]}"
     return f"{spell(name)} {shlex.quote(str(value))}"
-
-
-def flags_in_group(kind: type, name: str) -> list[str]:
-    """Return the names of the flags in one group of --help."""
-    group = ""
-    names = []
-    for f in fields(kind):
-        group = f.metadata["group"] or group
-        if group == name:
-            names.append(f.name)
-    return names
 
 
 def check_limits(kind: type, values: dict):
@@ -94,19 +81,9 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message}; {hint}")
 
 
-def default_text(name: str, default, recipes: dict[str, dict]) -> str:
-    """Return a flag's default, and that of each recipe with another one: "50; nano 1200"."""
-    texts = ["none" if default in ("", ()) else str(default)]
-    for recipe, values in recipes.items():
-        if values.get(name, default) != default:
-            texts.append(f"{recipe} {values[name]}")
-    return "; ".join(texts)
-
-
 def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) -> dict:
-    """Return the flags on a command line, by field name. Raise UserError for one that is out of its
-    limits. --help begins with the first line of doc and ends with the others, and shows defaults of
-    recipes too. nanoGPT's spelling works: --batch_tokens=4096 --compile=False."""
+    """Return the flags on a command line, by field name. Raise UserError if one is out of range.
+    --help begins with the first line of doc, ends with the others, and shows recipes' defaults."""
     description, _, epilog = doc.partition("\n")
     parser = OneLineParser(usage="%(prog)s [flags]", description=description, epilog=epilog)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -127,7 +104,11 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
         elif f.type is tuple:
             options = {"nargs": "+"}
         if "(default: " not in text:
-            text += f" (default: {default_text(f.name, f.default, recipes)})"
+            defaults = ["none" if f.default in ("", ()) else str(f.default)]
+            for recipe, values in recipes.items():
+                if values.get(f.name, f.default) != f.default:
+                    defaults.append(f"{recipe} {values[f.name]}")
+            text += f" (default: {'; '.join(defaults)})"
         # SUPPRESS keeps defaults out of the result: it holds only what the user typed.
         group.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **options)
     typed = vars(parser.parse_args([normalized(arg) for arg in argv]))
@@ -136,7 +117,7 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
 
 
 def normalized(arg: str) -> str:
-    """Return an argument in argparse's spelling: --no-compile for --compile=False."""
+    """Return an argument in argparse's spelling: --no-compile for nanoGPT's --compile=False."""
     name, equals, value = arg.partition("=")
     if not name.startswith("--"):
         return arg

@@ -45,7 +45,7 @@ def python_source(tokenizer: str) -> Path:
     """Return the folder with the tokens of Python's own source, after preparing it if necessary."""
     folder = Path(f"data/stdlib-{tokenizer}")
     if not folder.exists():
-        print(f"no --data-dir: preparing Python's own source in {folder}", flush=True)
+        print(f"no --data-dir: tokenizing Python's standard library into {folder}", flush=True)
         program = Path(__file__).parent.with_name("prepare_data.py")
         subprocess.run([sys.executable, program, "--tokenizer", tokenizer, "--data-dir", folder])
     return folder  # whether or not that succeeded: another run may have made it first

@@ -1,7 +1,6 @@
-"""This machine: which speed-ups it has, its speed, its settings, and its name for the log."""
+"""This machine: the speed-ups it supports, its speed, its settings, and its device's name."""
 
 import ctypes
-import math
 import os
 import platform
 import re
@@ -18,11 +17,10 @@ from torch import nn
 
 from support.ending import UserError
 
-# Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets. Keys are name prefixes.
+# Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets. Keys are patterns of names.
 PEAK_TFLOPS = {
-    "NVIDIA H200": 989,
     "NVIDIA H100 PCIe": 756,
-    "NVIDIA H100": 989,
+    "NVIDIA H[12]00": 989,
     "NVIDIA A100": 312,
     "Tesla V100": 125,
     "Tesla T4": 65,
@@ -36,39 +34,34 @@ REPO = Path(__file__).parent.parent
 def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping) -> dict[str, str]:
     """Return the speed-ups that are off on this device unless they are asked for, and why. Raise
     UserError if the user asks for one that is not available."""
-    off = {}  # reasons by name
-    cures = {}  # what to do instead, for unavailable ones
+    off = {}  # the reason, and what to do instead if this speed-up is not available
     is_cuda = device.type == "cuda"
     is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4, a V100
-    # Linux calls a CPU's bfloat16 instructions avx512_bf16, amx_bf16 or, on Arm, bf16. On two cores
-    # of an AMD EPYC with AVX512-BF16, a step of nano takes 46 ms with bfloat16 and plain attention,
-    # 72 ms with bfloat16 and flash attention, and 95 ms in float32.
+    # Linux calls a CPU's bfloat16 instructions avx512_bf16, amx_bf16 or, on Arm, bf16. With them, a
+    # step of nano on two cores of an AMD EPYC takes 46 ms instead of 95.
     has_instructions = device.type == "cpu" and re.search(r"\w*bf16\b", cpuinfo())
     if not is_cuda or is_old:
         name = device_name(device) if is_cuda else device.type
-        off["tf32"] = f"needs an NVIDIA GPU from 2020 or later; this is {name}"
-        cures["tf32"] = "add --no-tf32"
+        off["tf32"] = f"needs an NVIDIA GPU from 2020 or later; this is {name}", "add --no-tf32"
     if is_old:
-        off["bf16"] = f"is only emulated by {name}"
-        cures["bf16"] = "use --fp16"
+        off["bf16"] = f"is only emulated by {name}", "use --fp16"
     elif not is_cuda and not has_instructions:
-        off["bf16"] = "gains nothing: this processor has no instructions for it"
-    # PyTorch's flash attention for CPUs is slow in bfloat16. On that EPYC, 124M took these times
-    # for a step of 1,024 tokens: at T = 256, 1215 to 1244 ms (plain) and 1313 to 1457 (flash); at
-    # T = 1024, 1385 to 1535 and 1541 to 1561. Beyond 512, plain attention needs too much memory.
+        off["bf16"] = "gains nothing: this processor has no instructions for it", ""
+    # PyTorch's flash attention for CPUs is slow in bfloat16: that step of nano takes 72 ms with
+    # it, and 124M at T = 256 is 13% slower. Beyond 512, plain attention needs too much memory.
     has_bf16 = asked.get("bf16", "bf16" not in off) and not asked.get("fp16")
     if has_bf16 and has_instructions and seq_len <= 512:
-        off["flash"] = "is slower in bfloat16 on a CPU if --seq-len is at most 512"
+        off["flash"] = "is slower in bfloat16 on a CPU if --seq-len is at most 512", ""
     if not is_cuda or model == "nano":
-        off["compile"] = "takes longer than it saves without a GPU, or for nano"
+        off["compile"] = "takes longer than it saves without a GPU, or for nano", ""
     if asked.get("compile", "compile" not in off):
         failure = why_not_compile(device)
         if failure:
-            off["compile"], cures["compile"] = failure
-    for name, cure in cures.items():
-        if asked.get(name):
-            raise UserError(f"--{name} {off[name]}: {cure}")
-    return {name: reason for name, reason in off.items() if name not in asked}
+            off["compile"] = failure
+    for name, (reason, cure) in off.items():
+        if cure and asked.get(name):
+            raise UserError(f"--{name} {reason}: {cure}")
+    return {name: reason for name, (reason, _) in off.items() if name not in asked}
 
 
 def why_not_compile(device: torch.device) -> tuple[str, str] | None:
@@ -89,16 +82,14 @@ def check_torch(version: str):
     """Raise UserError if this version of torch is too old."""
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) < (2, 5):
-        cure = "pip install --upgrade torch"
-        raise UserError(f"torch {version} is too old; it must be 2.5 or later: {cure}")
+        raise UserError(f"torch {version} is too old, not 2.5 or later: pip install -U torch")
 
 
 def set_environment():
     """Set variables that torch reads only once, before the first tensor or compilation."""
-    # Huge pages for large tensors make a step of 124M on a CPU 3 % faster.
+    # Huge pages for large tensors make a step of 124M on a CPU 3% faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Computing tanh by exponentials makes a compiled step of nano on a CPU 8 % faster, with an
-    # absolute error of 2e-7.
+    # Tanh by exponentials makes a compiled step of nano on a CPU 8% faster, and errs by 2e-7.
     os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
     if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
         sys.stdout.reconfigure(errors="replace")
@@ -143,21 +134,21 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     num_products = 2 if device.type == "cpu" else 20  # so that a GPU rarely idles
     a = torch.randn(n, n, device=device, dtype=dtype)
     (a @ a)[0, 0].item()
-    best = math.inf  # s, over several tries: other programs may slow some of them down
+    times: list[float] = []  # s; several, because other programs may slow some of them down
     deadline = time.perf_counter() + 0.25
-    while best == math.inf or time.perf_counter() < deadline:
+    while not times or time.perf_counter() < deadline:
         start = time.perf_counter()
         for _ in range(num_products):
             product = a @ a
         product[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return num_products * 2 * n**3 / best / 1e12
+        times.append(time.perf_counter() - start)
+    return num_products * 2 * n**3 / min(times) / 1e12
 
 
 def peak_tflops(name: str) -> float | None:
     """Return the data-sheet TFLOP/s of the GPU with this name, or None if it is not listed."""
-    for prefix, peak in PEAK_TFLOPS.items():
-        if re.match(rf"{prefix}\b(?! Ti| Laptop)", name):
+    for pattern, peak in PEAK_TFLOPS.items():
+        if re.match(rf"{pattern}\b(?! Ti| Laptop)", name):
             return peak
     return None
 
@@ -184,8 +175,7 @@ def device_name(device: torch.device) -> str:
     uses: both may change the last bits of a sum. For Arm, Linux has numbers instead of a name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = r"^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)"
-    parts = re.findall(names, cpuinfo(), re.M)
+    parts = re.findall(r"(?m)^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)", cpuinfo())
     name = " ".join(dict.fromkeys(parts)) or platform.processor() or platform.machine()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 

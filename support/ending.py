@@ -23,9 +23,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 
-DONE = 0
-STOPPED = 3
-INTERRUPTED = 130
+DONE, STOPPED, INTERRUPTED = 0, 3, 130
 
 DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TIMEOUT_S = 900  # a process that makes no progress for this long counts as hung

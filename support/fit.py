@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from config import TrainConfig
+from config import TrainConfig, has_moved
 from model import GPT
 from support.device import autocast
 from support.ending import UserError, reset_watchdog
@@ -17,21 +17,23 @@ SAVE_MEMORY = "add --recompute and --loss-chunk-tokens 1024"
 
 
 def micro_batch_sizes(
-    model: GPT, config: TrainConfig, world: World, saved_size: int | None
+    model: GPT, config: TrainConfig, world: World, state: dict | None
 ) -> Iterator[int]:
     """Yield the micro-batch sizes to try, largest first: only --micro-batch-size if it is set, else
-    every divisor of the sequences that a rank processes per step. A resumed run begins with its
-    saved size, because a different one changes the last bits."""
+    every divisor of the sequences that a rank processes per step. A resumed run begins
+    with the size in state: a different one changes the last bits."""
     if config.micro_batch_size:
         yield config.micro_batch_size
         return
     num_sequences = config.num_micro_batches(1, world.size)
     # Start with the lecture's 64 sequences on a GPU, with 4,096 tokens on a CPU.
     largest = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
-    for B in range(min(saved_size or largest, num_sequences), 0, -1):
+    if state and not has_moved(state, world.device):
+        largest = state["micro_batch_size"]
+    for B in range(min(largest, num_sequences), 0, -1):
         if num_sequences % B:
             continue  # a step must be a whole number of passes
-        # On a GPU try the plain model first, in seconds: compiling for each B would take minutes.
+        # On a GPU, try the plain model first: it takes seconds; compiling for each B, minutes.
         if world.device.type != "cuda" or pass_fits(model, B, config, world):
             yield B
 
@@ -46,33 +48,27 @@ def does_not_fit(config: TrainConfig) -> UserError:
 def pass_fits(net: nn.Module, B: int, config: TrainConfig, world: World) -> bool:
     """Return whether a pass over B sequences fits in memory on every rank: forward, backward and
     the optimizer's state, or only forward under torch.no_grad()."""
-    optimizer_state: list[torch.Tensor] = []
+    held: list[torch.Tensor] = []  # as large as the gradients and the optimizer's state
     fits = True
     try:
         if torch.is_grad_enabled():
-            optimizer_state += optimizer_memory(net)
+            # AdamW's two moments (Muon has one) in one piece: if a CPU's allocator keeps it, it has
+            # room for huge pages. With many pieces, the first step of 124M took 0.25 s longer.
+            num_moments = 2 * sum(p.numel() for p in net.parameters())
+            held.append(torch.empty(num_moments, device=world.device))
+            held.extend(torch.empty_like(p) for p in net.parameters())
         dummy_pass(net, B, config, world, sync=False)  # so no rank waits for one that fails
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         fits = False
-    optimizer_state.clear()
+    held.clear()
     if not fits:
         gc.collect()  # frees what the failed pass left behind
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return all(world.gather(fits))
-
-
-def optimizer_memory(net: nn.Module) -> list[torch.Tensor]:
-    """Return tensors as large as the gradients and AdamW's two moments (Muon has only one)."""
-    params = list(net.parameters())
-    num_moments = 2 * sum(p.numel() for p in params)
-    # In one piece: what a CPU's allocator keeps of it then has room for huge pages. With many
-    # pieces, the first step of 124M took a quarter of a second longer.
-    moments = torch.empty(num_moments, device=params[0].device)
-    return [moments, *map(torch.empty_like, params)]
 
 
 def dummy_pass(net: nn.Module, B: int, config: TrainConfig, world: World, sync: bool = True):
@@ -89,7 +85,7 @@ def dummy_pass(net: nn.Module, B: int, config: TrainConfig, world: World, sync: 
         loss.backward()
     for name, p in net.named_parameters():
         if p.grad is None:  # useless to the network, and fatal for DDP
-            raise RuntimeError(f"{name} has no part in the loss")
+            raise RuntimeError(f"{name} gets no gradient")
     net.zero_grad(set_to_none=True)
 
 
@@ -103,7 +99,7 @@ def as_user_error(error: BaseException) -> BaseException:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether error means that memory ran out. PyTorch has exception classes for some cases;
-    with CPUs, Macs, cuBLAS, cuDNN, CUDA and NCCL only the error's text tells."""
+    for CPUs, Macs, cuBLAS, cuDNN, CUDA and NCCL only the message says so."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     pattern = "(?i)out of memory|ALLOC(ATION)?_FAILED|Failed to CUDA [cm]alloc|buffer size"

@@ -27,7 +27,7 @@ BOM = b"\xef\xbb\xbf"  # Windows puts it in front of UTF-8
 
 
 def standard_library() -> list[str]:
-    """Return the files of Python's own source: 30 MB that every machine has."""
+    """Return the standard library's .py files: 30 MB that every machine has."""
     root = sysconfig.get_path("stdlib")
     return [f for f in files_in([root]) if f.endswith(".py") and "-packages" not in f[len(root) :]]
 
@@ -81,7 +81,7 @@ class Reader:
                     for document in self.documents_in(raw):
                         yield document
                         self.position = start + raw.tell()
-            except Exception as error:  # each library raises others
+            except Exception as error:  # each library has its own exceptions
                 if isinstance(error, ImportError) or getattr(error, "errno", None) in DISK_ERRNOS:
                     raise
                 raise UserError(f"--input {file} can't be read: {error}") from error
@@ -122,7 +122,7 @@ class Reader:
         if isinstance(record, dict):
             text = record.get(self.text_field)
             # An empty extra cell comes from a comma at the end of a row. Any other may be the rest
-            # of an unquoted text with commas: without it we would read another text.
+            # of unquoted text with commas, which we would otherwise cut short.
             if any(record.pop(EXTRA_CELLS, [])):
                 header = f"{where} (the header: {', '.join(record)})"
                 self.note("skipped, more cells than the header (quotes missing?)", header)

@@ -1,5 +1,4 @@
-"""A run's output: log.jsonl, lines on the terminal, progress bars, Weights & Biases, loss.png. The
-trainer never reads any of it back."""
+"""A run's output, never read back: log.jsonl, the terminal, Weights & Biases, loss.png."""
 
 import hashlib
 import json
@@ -31,8 +30,7 @@ class Log:
         self.recent_seconds: deque[float] = deque(maxlen=100)  # of the last steps
         if not is_main:
             return
-        self.path = out_dir / LOG
-        self.file = open(self.path, "ab+")
+        self.file = open(out_dir / LOG, "ab+")
         # A kill may have cut off the last line. Leave it, and start a new one.
         if self.file.tell():
             self.file.seek(-1, os.SEEK_END)
@@ -51,7 +49,7 @@ class Log:
             self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
             self.file.flush()
         except OSError as error:
-            error.filename = str(self.path)  # Python sets this only when opening fails
+            error.filename = str(self.file.name)  # Python sets this only when opening fails
             raise
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         if self.wandb_run and "step" in fields and numbers:
@@ -59,9 +57,8 @@ class Log:
                 self.wandb_run.log(numbers | {"step": fields["step"]})
             except Exception as error:  # a failure of wandb must not end the run
                 self.wandb_run = None
-                show(
-                    f"Weights & Biases logging has stopped: {type(error).__name__}: {error!s:.200}"
-                )
+                reason = f"{type(error).__name__}: {error!s:.200}"
+                show(f"Weights & Biases logging has stopped: {reason}")
 
     def time_left(self, num_steps: int) -> timedelta:
         """Return how long num_steps will take at the recent speed."""
@@ -86,8 +83,7 @@ def in_notebook() -> bool:
 
 
 def default_interval(num_steps: int) -> int:
-    """Return the steps between lines on stdout: 1 on a terminal. In a notebook or a file a line per
-    step would bury all other lines, so print 20 in all."""
+    """Return the steps between lines on stdout: 1 on a terminal, elsewhere for 20 lines in all."""
     return 1 if is_terminal(sys.stdout) else math.ceil(num_steps / 20)
 
 
@@ -98,8 +94,7 @@ def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
 
 
 def start_wandb(out_dir: Path, is_main: bool) -> Any:
-    """Return the Weights & Biases run of out_dir, which a resumed run continues, or None on all but
-    the main rank. Raise UserError if wandb is missing or fails."""
+    """Return a new or resumed Weights & Biases run, or None on all but the main rank."""
     if not is_main:
         return None
     try:
@@ -108,26 +103,22 @@ def start_wandb(out_dir: Path, is_main: bool) -> Any:
 
         run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
         return wandb.init(name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow")
-    except Exception as error:  # wandb raises many kinds
+    except Exception as error:  # wandb raises all sorts
         cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
         raise UserError(f"--wandb: {error!s:.200}: {cure}") from error
 
 
 def is_drawn(step: int, num_steps: int) -> bool:
-    """Return whether loss.png shows the loss of this step. It shows at most a thousand, and each
-    checkpoint stores only these: a million steps take no longer to draw and save."""
+    """Return whether loss.png and checkpoints keep this step's loss: they keep at most 1,000."""
     return step % math.ceil(num_steps / 1000) == 0
 
 
 def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: dict[int, float]):
-    """Draw losses by step into path, if matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
+    """Draw losses by step into path. Raise ImportError if matplotlib is not installed."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 3.8), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    axes.set_title(title, fontsize=13, parse_math=False)
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel="loss (nats per token)")
     if losses:
         steps, values = [*losses], [*losses.values()]
         axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
@@ -141,7 +132,6 @@ def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: di
         axes.plot([*val_losses], [*val_losses.values()], "o", color="#d1480f", label=label)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if losses or val_losses:
-        axes.legend(fontsize=12)
+    axes.legend(fontsize=12)
     with whole_file(path) as f:
         figure.savefig(f, format="png", dpi=200)

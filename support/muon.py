@@ -27,10 +27,9 @@ class Matrix(NamedTuple):
 class MuonAdamW(torch.optim.AdamW):
     """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
     matrix with the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), we
-    then divide each row, which belongs to one neuron, by the root mean square of its past updates.
-    Last, we scale the update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM
-    training"), so that one learning rate serves both:
-    p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
+    divide each row, one neuron's, by the root mean square of its past updates. Last, we scale the
+    update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"), so one
+    learning rate serves both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
         """Take AdamW's groups and options, and pairs of a parameter and the rows of each matrix
@@ -83,7 +82,7 @@ class MuonAdamW(torch.optim.AdamW):
             m.weight.mul_(1 - lr * weight_decay).sub_(update)
 
     def orthogonal(self, tensors: list[Tensor]) -> Tensor:
-        """Return tensors of one shape made orthogonal: (n, rows, columns) float32. Each rank
+        """Return tensors of the same shape, orthogonalized: (n, rows, columns) float32. Each rank
         computes a share of them, and the ranks exchange the results."""
         rank, size = self.world.rank, self.world.size
         if size == 1:

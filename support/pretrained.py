@@ -33,7 +33,7 @@ HF_SETTINGS = {  # the values of config.json that we support; the first one is i
     "add_cross_attention": (False,),
     "n_inner": (None,),
 }
-OUR_KEY = "train_gpt2"  # in config.json of our checkpoints: all fields of GPTConfig, the tokenizer
+OUR_KEY = "train_gpt2"  # in config.json of our checkpoints: GPTConfig's fields and the tokenizer
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
 # The tokenizer by vocabulary size. GPT-2's may be padded, or have tokens for a chat.
 GUESSES = {VOCAB_SIZES["bytes"]: "bytes"} | dict.fromkeys(range(50257, 50433), "gpt2")
@@ -111,10 +111,10 @@ def download(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as error:  # it is not installed, or it or a library that it uses has failed
+    except Exception as error:  # not installed, or it or one of its dependencies failed
         problem = f"--init-from {name}: no such file, folder or model on the hub ({error!s:.200})"
         cure = f"pip install huggingface_hub; hf download {name} --local-dir {Path(name).name}"
-        raise UserError(f"{problem}; on a machine with a network: {cure}") from error
+        raise UserError(f"{problem}; on an online machine, run: {cure}") from error
 
 
 def read_hf(folder: Path) -> Pretrained:
@@ -160,7 +160,7 @@ def read_nanogpt(path: Path) -> Pretrained:
 def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pretrained:
     """Return weights in float32. Raise UserError unless they are finite and fit this shape."""
     config = GPTConfig(**shape)
-    if config.n_layer > len(weights):  # before we build a network of so many layers
+    if config.n_layer > len(weights):  # before building a network that deep
         raise UserError(f"{path} holds {len(weights)} tensors for {config.n_layer} layers")
     with torch.device("meta"):  # names and sizes only, without memory
         expected = dict(GPT(replace(config, pad_vocab=False)).named_parameters())

@@ -81,8 +81,7 @@ class World:
         return result  # type: ignore[return-value]  # no rank has an error, so this one has a result
 
     def end_all(self, error: RunError):
-        """End all ranks with an error that each of them has. Raise it on the main rank, to print it
-        once, and exit the others with its code."""
+        """Raise an error that all ranks have on the main rank; exit the others with its code."""
         if self.is_main:
             raise error
         tell_torchrun(f"error: {error}")

@@ -12,29 +12,24 @@ from support.cli import spell, typed_as
 from support.run import Run
 from support.tokenizer import load_tokenizer, vocab_cure
 
-OVERFITTING_CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
+CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
 
 
 def print_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
     """Log every flag. Print the folder, data, model and device, and the automatic flags."""
-    config, env = run.config, run.environment
-    run.log.record(
-        environment=env,
-        flags=asdict(config),
-        typed=sorted(typed),
-        off=off,
-        micro_batch_size=run.loader.B,
-        tokenizer=run.data.tokenizer,
-        resumed=run.step if state else None,
-    )
-    loader = run.loader
-    unused_tokens = sum(shard.num_tokens for shard in loader.shards) - len(loader) * loader.T
+    config, env, loader = run.config, run.environment, run.loader
+    record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed), "off": off}
+    record |= {"micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
+    run.log.record(**record, resumed=run.step if state else None)
+    epoch_tokens = len(loader) * loader.T
+    num_epochs = config.steps * config.batch_tokens / epoch_tokens
+    unused_tokens = sum(shard.num_tokens for shard in loader.shards) - epoch_tokens
     source = "" if config.data_dir else " (Python's own source)"
     decayed, others = run.model.decay_groups()
     num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
-        f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs(run):.2f} epochs of"
+        f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs:.2f} epochs of"
         f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over",
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
@@ -43,49 +38,35 @@ def print_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
         f"{'flags kept' if state else 'automatic flags'}: {' '.join(untyped_flags(run, typed))}",
         *[f"off: {spell(name)} {reason}" for name, reason in off.items()],
-        *start_warnings(run),
+        *start_warnings(run, num_epochs),
     ]
     if state:
         lines += changes_since(state, run)
     run.log.print("\n".join(lines))
 
 
-def num_epochs(run: Run) -> float:
-    """Return how many times the run will see its data."""
-    return run.config.steps * run.config.batch_tokens / (len(run.loader) * run.loader.T)
-
-
 def untyped_flags(run: Run, typed: dict) -> list[str]:
     """Return the flags that differ from their defaults, except those that the user typed now."""
+    values = asdict(run.config) | {"micro_batch_size": run.loader.B}
     flags = []
     for f in fields(TrainConfig):
-        value = getattr(run.config, f.name)
-        if f.name == "micro_batch_size":
-            value = run.loader.B
-        if value != f.default and f.name not in typed and f.metadata["on_resume"] != "per command":
-            flags.append(typed_as(f.name, value))
+        is_chosen = f.name not in typed and f.metadata["on_resume"] != "per command"
+        if is_chosen and values[f.name] != f.default:
+            flags.append(typed_as(f.name, values[f.name]))
     return flags
 
 
-def start_warnings(run: Run) -> list[str]:
+def start_warnings(run: Run, num_epochs: float) -> list[str]:
     """Return lines about what may surprise the user or is missing on this machine."""
-    config, env = run.config, run.environment
+    config, env, tokenizer = run.config, run.environment, run.data.tokenizer
     lines = []
-    if run.data.tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
+    if tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
         lines.append(f"training on bytes, as GPT-2's vocabulary is missing: {vocab_cure()}")
-    if num_epochs(run) > 5:
-        lines.append(
-            f"{num_epochs(run):.0f} epochs: the network may memorize its text, and the validation"
-            f" loss would then rise; if it does, {OVERFITTING_CURE}"
-        )
+    if num_epochs > 5:
+        text = f"{num_epochs:.0f} epochs: the network may memorize its text"
+        lines.append(f"{text}, and the validation loss would then rise; if it does, {CURE}")
     if config.fp16 and env["device"] == "cpu":
         lines.append("--fp16 is for GPUs: on a CPU it is slower than float32")
-    return lines + missing_software(env, run.data.tokenizer)
-
-
-def missing_software(env: dict, tokenizer: str) -> list[str]:
-    """Return lines about what is missing on this machine."""
-    lines = []
     if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):
         lines.append("this machine has an NVIDIA GPU, but torch is for CPUs: see pytorch.org")
     if tokenizer == "gpt2" and not load_tokenizer("gpt2"):
@@ -94,8 +75,7 @@ def missing_software(env: dict, tokenizer: str) -> list[str]:
 
 
 def changes_since(state: dict, run: Run) -> list[str]:
-    """Return lines about what has changed since the run was saved, and which changes keep it from
-    equalling the uninterrupted run bit for bit."""
+    """Return lines about what has changed since the checkpoint, and what changes the last bits."""
     changes = defaultdict(list)  # by on_resume
     for f in fields(TrainConfig):
         saved, current = state["config"].get(f.name, f.default), getattr(run.config, f.name)
@@ -118,30 +98,24 @@ def changes_since(state: dict, run: Run) -> list[str]:
 
 def warn_if_slow(run: Run, seconds: float):
     """Warn during the first step of a process if a step takes a minute or more."""
-    config = run.config
     if run.step > run.first_step or seconds < 60:
         return
     step_time = timedelta(seconds=round(seconds))
-    cure = f"for shorter steps set --batch-tokens below {config.batch_tokens}"
-    if config.model != "nano" and run.step == 0:
-        cure += "; --model nano learns in minutes on any computer"
+    left = run.config.steps - run.step
+    text = f"a step takes about {step_time} (h:mm:ss), and {left:,} steps {step_time * left}"
+    text += f": for shorter steps set --batch-tokens below {run.config.batch_tokens}"
+    if run.config.model != "nano" and run.step == 0:
+        text += "; --model nano learns in minutes on any computer"
     with tqdm.external_write_mode():  # the step's progress bar is on the terminal
-        run.log.print(
-            f"a step takes about {step_time} (h:mm:ss), and the {config.steps - run.step:,} steps"
-            f" still to come will take {step_time * (config.steps - run.step)}: {cure}"
-        )
+        run.log.print(text)
 
 
 def warn_if_overfitting(run: Run):
-    """Warn once if the best validation was over a third of the run ago and the loss is now 2 %
-    worse."""
+    """Warn once if the loss is 2% worse than at its best, over a third of the run ago."""
     if run.log.has_warned or run.step not in run.val_losses:  # not saved, or not finite
         return
     best = min(run.val_losses, key=run.val_losses.__getitem__)
     is_late = run.step - best > run.config.steps / 3
-    has_risen = run.val_losses[run.step] > 1.02 * run.val_losses[best]
-    if is_late and has_risen:
+    if is_late and run.val_losses[run.step] > 1.02 * run.val_losses[best]:
         run.log.has_warned = True
-        run.log.print(
-            f"overfitting: the validation loss has risen since step {best:,}: {OVERFITTING_CURE}"
-        )
+        run.log.print(f"overfitting: the validation loss has risen since step {best:,}: {CURE}")

@@ -95,8 +95,7 @@ def save(run: Run):
 
 def write_checkpoint(run: Run):
     started = time.perf_counter()
-    # A background thread would have to copy everything first, and would gain only about two seconds
-    # per 250 steps.
+    # A background thread would copy everything first, and gain only two seconds per 250 steps.
     path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
     if not run.has_read_back:
         checkpoint.check_read_back(path, run.model, run.optimizer)
@@ -108,12 +107,14 @@ def write_checkpoint(run: Run):
 
 
 def draw(run: Run):
-    """Draw loss.png."""
-    if not run.world.is_main:
+    """Draw loss.png, if matplotlib is installed."""
+    if not run.world.is_main or not (run.losses or run.val_losses):
         return
     title = f"{run.config.model}, {run.config.steps:,} steps of {run.config.batch_tokens:,} tokens"
     try:
         log.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
+    except ImportError:
+        pass
     except Exception as error:  # a picture must not end a run
         run.log.print(f"no loss.png: {error}")
 
@@ -141,11 +142,9 @@ def finish(run: Run):
     sample = f"sample: python sample.py {shlex.quote(str(run.out_dir))}"
     if run.val_losses:
         best = min(run.val_losses, key=run.val_losses.__getitem__)
-        summary["val_loss"] = run.val_losses[max(run.val_losses)]
-        summary["best_step"] = best
-        summary["best_val_loss"] = run.val_losses[best]
-        text += f", validation {summary['val_loss']:.4f}"
-        text += f", best {summary['best_val_loss']:.4f} after step {best:,}"
+        last_loss, best_loss = run.val_losses[max(run.val_losses)], run.val_losses[best]
+        summary |= {"val_loss": last_loss, "best_step": best, "best_val_loss": best_loss}
+        text += f", validation {last_loss:.4f}, best {best_loss:.4f} after step {best:,}"
         if best != run.step:
             best_path = path.with_name(f"step_{best:06d}")
             sample += f"\nbest checkpoint: python sample.py {shlex.quote(str(best_path))}"

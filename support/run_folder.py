@@ -1,11 +1,4 @@
-"""A run's folder: how it is chosen and locked, and what is in it.
-
-.lock             locked while a run writes into the folder
-log.jsonl         what happened: see log.py
-step_000250/      a checkpoint: see checkpoint.py
-summary.json      written at the end of a run
-loss.png          if matplotlib is installed
-"""
+"""A run's folder: how it is chosen and locked. docs/reference.md shows what is in it."""
 
 import json
 import os
@@ -18,10 +11,7 @@ from filelock import FileLock, Timeout
 from support.ending import UserError
 from support.files import sync
 
-LOCK = ".lock"
-LOG = "log.jsonl"
-SUMMARY = "summary.json"
-SUMS = "SHA256SUMS"
+LOCK, LOG, SUMMARY, SUMS = ".lock", "log.jsonl", "summary.json", "SHA256SUMS"
 
 
 def step_of(path: Path) -> int:
@@ -74,7 +64,7 @@ def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
     except Timeout:
         raise UserError(f"--out-dir {out_dir} belongs to a live run: name another") from None
     except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
-        raise UserError(f"--out-dir can't be written or locked ({error}): name another") from error
+        raise UserError(f"can't write to or lock --out-dir ({error}): name another") from error
     if is_new and (out_dir / LOG).exists():
         raise UserError(f"--out-dir {out_dir} was just taken by another run: name another")
     for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # left by a process that died
@@ -89,8 +79,8 @@ def check_disk_space(out_dir: Path, num_params: int, keep: int):
     parents = [out_dir.absolute(), *out_dir.absolute().parents]
     free = shutil.disk_usage(next(path for path in parents if path.exists())).free
     if free < num_bytes:
-        room = f"{num_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free"
-        raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: name another disk")
+        room = f"{num_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB is free"
+        raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: use another disk")
 
 
 def read_summary(out_dir: Path) -> dict:

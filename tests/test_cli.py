@@ -138,7 +138,7 @@ def test_a_flag_of_the_network_that_the_network_lacks_fails_at_the_start(monkeyp
     monkeypatch.setattr(
         config_module, "fields", lambda kind: fewer if kind is ComputeConfig else fields(kind)
     )
-    with pytest.raises(TypeError, match="--dropout is a field of neither GPTConfig"):
+    with pytest.raises(TypeError, match="dropout is a field of neither GPTConfig"):
         resolved("")
 
 

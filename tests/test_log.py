@@ -131,16 +131,20 @@ def test_a_cell_of_a_notebook_is_no_terminal(monkeypatch):
     assert log_module.default_interval(1) == 1
 
 
+def warnings_of(environment: dict, tokenizer: str) -> list[str]:
+    config, data = SimpleNamespace(model="nano", fp16=False), SimpleNamespace(tokenizer=tokenizer)
+    run = SimpleNamespace(config=config, data=data, environment=environment)
+    return report.start_warnings(run, num_epochs=1)
+
+
 def test_what_is_missing_on_this_machine_is_told(monkeypatch):
     cases = (("smi", "2.13.0+cpu", True), (None, "2.13.0+cpu", False), ("smi", "2.13.0", False))
     for gpu, version, is_told in cases:
         monkeypatch.setattr(shutil, "which", lambda name, gpu=gpu: gpu)
-        hints = report.missing_software({"device": "cpu", "torch": version}, "bytes")
+        hints = warnings_of({"device": "cpu", "torch": version}, "bytes")
         assert any("torch is for CPUs" in line for line in hints) == is_told
     monkeypatch.setattr(report, "load_tokenizer", lambda name: None)
-    assert (
-        "TIKTOKEN_CACHE_DIR" in report.missing_software({"device": "cuda", "torch": ""}, "gpt2")[0]
-    )
+    assert "TIKTOKEN_CACHE_DIR" in warnings_of({"device": "cuda", "torch": ""}, "gpt2")[0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
