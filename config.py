@@ -1,4 +1,4 @@
-"""Every flag of train_gpt2.py, declared once. resolve decides the value of each."""
+"""The flags of train_gpt2.py, each declared once. resolve decides their values."""
 
 import re
 from collections import ChainMap
@@ -18,8 +18,8 @@ SCHEDULES = ("cosine", "constant", "wsd")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The flags of one run. The defaults are GPT-2 124M's; RECIPES overrides them for other models.
-    The word after a flag's help text says whether a resumed run may change it: see cli.OnResume."""
+    """The flags of one run. The defaults suit GPT-2 124M, and RECIPES has those of other models.
+    The word after a help text says whether a resumed run may change the flag; see cli.OnResume."""
 
     model: str = flag("gpt2", "recipe (default: gpt2, or nano without a GPU)", "refuse", SHAPES)
     out_dir: str = flag("", "folder of the run (default: next free out/NNN)", "per command")
@@ -27,10 +27,10 @@ class TrainConfig:
     init_from: str = flag("", "initial weights: folder, file or name on the hub", "refuse")
     seed: int = flag(1337, "seed of the weights, the data order and samples", "refuse")
     save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
-    keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # one may be damaged
+    keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # one may get damaged
     device: str = flag("auto", "device to train on", "per command", DEVICES)
     deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)", "inexact")
-    eval_only: bool = flag(False, "evaluate a run or weights, train nothing", "per command")
+    eval_only: bool = flag(False, "evaluate a run or weights without training", "per command")
 
     data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
     shuffle: bool = flag(True, "reorder the sequences in each epoch", "refuse")
@@ -72,10 +72,10 @@ class TrainConfig:
     bf16: bool = flag(True, "2: bfloat16 where it is safe (autocast)", "inexact")
     compile: bool = flag(True, "3: torch.compile", "inexact")
     flash: bool = flag(True, "4: attention in one fused kernel", "inexact")
-    # A resumed run can't change this one: it sets tensor sizes in the optimizer's state.
+    # A resumed run can't change pad_vocab, which sets tensor sizes in the optimizer's state.
     pad_vocab: bool = flag(True, "5: 50,304 embedding rows, not 50,257", "refuse")
     fused: bool = flag(True, "6: AdamW in one kernel", "inexact")
-    # This makes a compiled step of 124M 5% faster on an H100.
+    # On an H100, bf16_residual makes a compiled step of GPT-2 124M 5% faster.
     bf16_residual: bool = flag(False, "bfloat16 residual stream (default: on GPUs)", "inexact")
     fp16: bool = flag(False, "float16, for GPUs without bfloat16", "inexact")
 
@@ -84,14 +84,14 @@ class TrainConfig:
     loss_chunk_tokens: int = flag(0, "compute the loss N tokens at a time; 0: all", "inexact")
 
     def __post_init__(self):
-        """Raise UserError, with the cure, if flags are out of range or contradict each other."""
+        """Raise UserError, with a remedy, if flags are out of range or contradict each other."""
         check_limits(TrainConfig, vars(self))
         if 0 < self.warmup_steps >= self.steps:
             cure = f"try --warmup-steps {self.steps // 5}"
             raise UserError(f"--warmup-steps must be below --steps {self.steps}: {cure}")
         try:
             self.shape(vocab_size=1)
-        except ValueError as error:  # its message names fields, such as n_head; name the flags
+        except ValueError as error:  # replace field names, such as n_head, with flags
             text = re.sub(r"[a-z]+_[a-z_]+", lambda name: spell(name[0]), str(error))
             raise UserError(text) from error
         if self.prompt.encode(errors="replace").decode() != self.prompt:
@@ -123,7 +123,7 @@ class TrainConfig:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def num_micro_batches(self, micro_batch_size: int, num_ranks: int) -> int:
-        """Return each rank's passes per step. Raise UserError if that is not a whole number."""
+        """Return each rank's number of passes per step. Raise UserError if it is not whole."""
         tokens_per_pass = micro_batch_size * self.seq_len * num_ranks
         count, remainder = divmod(self.batch_tokens, tokens_per_pass)
         if remainder:
@@ -136,8 +136,8 @@ class TrainConfig:
 
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 
-# Learning rates and batch sizes are those of GPT-3 at similar model sizes (Brown et al. 2020,
-# table 2.1). nano's gave the lowest validation loss after 1,200 steps.
+# Learning rates and batch sizes are those of GPT-3 models of similar size (Brown et al. 2020, table
+# 2.1). For nano, they are the values with the lowest validation loss after 1,200 steps.
 RECIPES: dict[str, dict] = {
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
@@ -150,13 +150,13 @@ for _model, _recipe in RECIPES.items():
     for _name in ("seq_len", "n_layer", "n_head", "n_embd"):
         _recipe[_name] = getattr(SHAPES[_model], _name)
 
-# For --init-from: good weights need a small rate and batch. These are nanoGPT's for finetuning.
+# For --init-from: trained weights need a small rate and batch. nanoGPT finetunes with these.
 FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
 
 
 def muon_learning_rate(n_embd: int) -> float:
     """Return --muon's peak learning rate, measured at widths 128 to 512 (benchmarks/README.md)."""
-    return float(f"{8e-3 * min(1, 128 / n_embd) ** 0.8:.2g}")  # measured to no more digits
+    return float(f"{8e-3 * min(1, 128 / n_embd) ** 0.8:.2g}")  # the measurements justify two digits
 
 
 SYNONYMS = {  # flags of nanoGPT, build-nanogpt and llm.c, and their equivalents
@@ -187,20 +187,20 @@ SYNONYMS = {  # flags of nanoGPT, build-nanogpt and llm.c, and their equivalents
     "--warmup-iters": "--warmup-steps",
 }
 
-# The flags that --eval-only obeys. It refuses all others, since they would do nothing.
+# The flags that --eval-only accepts. It refuses all others, since they would have no effect.
 EVAL_FLAGS = "eval_only resume out_dir init_from device data_dir seq_len eval_tokens hellaswag"
 EVAL_FLAGS += " deterministic tf32 bf16 fp16 flash bf16_residual loss_chunk_tokens"
 
 
 def read_flags(argv: list[str], doc: str) -> dict:
-    """Return the flags that the user typed, by name. --help shows doc around the flags."""
+    """Return the flags that the user typed, by name. doc is the text around the flags in --help."""
     typed = parse(TrainConfig, doc, RECIPES | {"--init-from": FINETUNE}, SYNONYMS, argv)
     for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
-        if typed.get(name) == "":  # such as an unset shell variable
-            raise UserError(f"{spell(name)} is empty: name one, or leave it out")
+        if typed.get(name) == "":  # from an unset shell variable, for example
+            raise UserError(f"{spell(name)} is empty: give it a value, or leave it out")
     num_prompts = sum(arg == "--prompt" or arg.startswith("--prompt=") for arg in argv)
-    if num_prompts > 1:  # other flags may repeat, and the last one wins: scripts append "$@"
-        raise UserError(f"--prompt is typed {num_prompts} times: type it once")
+    if num_prompts > 1:  # scripts append "$@", so for other flags the last one wins
+        raise UserError(f"--prompt was given {num_prompts} times: give it once")
     for name in typed:
         if typed.get("eval_only") and name not in EVAL_FLAGS.split():
             raise UserError(f"--eval-only does not use {spell(name)}: leave it out")
@@ -210,35 +210,35 @@ def read_flags(argv: list[str], doc: str) -> dict:
 def resolve(
     typed: dict, state: dict | None, source: Pretrained | None, device: torch.device
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the run's flags, and the reason for each speed-up that is off by default. The first
-    layer that has a flag decides its value: the command line; the checkpoint of a resumed run
+    """Return the run's flags, and the reason for each speed-up that is off by default. The value of
+    a flag comes from the first layer that has one: the command line; a resumed run's checkpoint
     (state); the rules below, which depend on other flags; the weights of --init-from or the
-    checkpoint (source); the recipe; the defaults. We obey the first two, or raise UserError."""
+    checkpoint (source); the recipe; or the defaults. We obey the first two, or raise UserError."""
     asked = ChainMap(typed, saved_flags(state, device) if state else {})
     weights = flags_of_weights(source, asked) if source else {}
     has_gpu = device.type == "cuda"
     model = asked.get("model") or weights.get("model") or ("gpt2" if has_gpu else "nano")
-    rules: dict = {}  # filled below; since flags looks into it, the order of the rules matters
+    rules: dict = {}  # filled below; flags reads from it, so the order of the rules matters
     flags = ChainMap(*asked.maps, rules, weights, {"model": model}, RECIPES[model], DEFAULTS)
 
     if flags["muon"]:
-        # With Muon, AdamW trains only embeddings and vectors; for those beta1 = 0.8 beat 0.9.
+        # With Muon, AdamW trains only embeddings and vectors, for which beta1 = 0.8 beat 0.9.
         rules |= {"beta1": 0.8, "learning_rate": muon_learning_rate(flags["n_embd"])}
     if flags["init_from"]:
         rules |= FINETUNE
-    # 715 steps of warm-up would be most of a short run. The lecture warms up for a fifth.
+    # A warm-up of 715 steps would fill most of a short run. The lecture warms up for a fifth of it.
     rules["warmup_steps"] = min(flags["warmup_steps"], flags["steps"] // 5)
     if not flags["data_dir"] and not flags["init_from"]:
-        rules["prompt"] = "def "  # the data is Python's own source
+        rules["prompt"] = "def "  # the data is Python's standard library
     if not has_gpu and model != "nano":
-        rules["eval_tokens"] = 8192  # half a minute on a CPU, not hours
+        rules["eval_tokens"] = 8192  # takes half a minute on a CPU instead of hours
     off = speed_ups_off(device, model, flags["seq_len"], asked)
     rules |= dict.fromkeys(off, False)
     if has_gpu and "bf16" in off:
         rules["fp16"] = True  # a T4 or V100 has float16 in hardware
     if asked.get("fp16"):
         rules["bf16"] = False
-    # Not for --init-from: float32 weights may give values that are too large to add in bfloat16.
+    # Not for --init-from, because float32 weights may give values too large to add in bfloat16.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
     return TrainConfig(**flags), off
@@ -250,8 +250,8 @@ def has_moved(state: dict, device: torch.device) -> bool:
 
 
 def saved_flags(state: dict, device: torch.device) -> dict:
-    """Return the flags that a resumed run keeps: on a different kind of device, all but speed-ups
-    and the micro-batch. We never read them from log.jsonl: a damaged log must not change a run."""
+    """Return the flags that a resumed run keeps. On a different kind of device, these exclude the
+    speed-ups and micro-batch size. A damaged log.jsonl must not change a run, so it is not read."""
     dropped = {f.name for f in fields(TrainConfig) if f.metadata["on_resume"] == "per command"}
     if has_moved(state, device):
         dropped |= {"tf32", "bf16", "compile", "flash", "fused", "bf16_residual", "fp16"}
@@ -260,7 +260,7 @@ def saved_flags(state: dict, device: torch.device) -> dict:
 
 
 def flags_of_weights(source: Pretrained, asked: ChainMap) -> dict:
-    """Return the flags that the weights fix. Raise UserError if `asked` has other values."""
+    """Return the flags that the weights determine. Raise UserError if `asked` contradicts them."""
     shape = asdict(source.shape)
     del shape["vocab_size"], shape["pad_vocab"]
     for name, value in shape.items():
@@ -271,4 +271,4 @@ def flags_of_weights(source: Pretrained, asked: ChainMap) -> dict:
     for model, known in SHAPES.items():
         if all(shape[name] == getattr(known, name) for name in ("n_layer", "n_head", "n_embd")):
             return shape | {"model": model}
-    return shape | {"model": "gpt2"}  # no recipe has this shape: take gpt2's
+    return shape | {"model": "gpt2"}  # no recipe has this shape, so use gpt2's

@@ -1,13 +1,14 @@
-"""Token shards on disk, folders of them, and the loader that deals sequences out to the ranks.
+"""Token shards, folders of shards, and the loader that deals sequences out to the ranks.
 
 A shard is a file of little-endian uint16 tokens in one of three formats, recognized by content:
-    .bin   256 int32 (20240520, 1, number of tokens, 0 ...), then the tokens: written by
-           prepare_data.py, and published by others for llm.c and modded-nanogpt
+    .bin   256 int32 (20240520, 1, number of tokens, 0 ...), then the tokens; prepare_data.py
+           writes this format, and data sets for llm.c and modded-nanogpt use it
     .npy   a one-dimensional numpy array, as in build-nanogpt
-    .bin   only the tokens, in files called train.bin and val.bin, as in nanoGPT"""
+    .bin   only the tokens, in files named train.bin and val.bin, as in nanoGPT"""
 
 import hashlib
 import json
+import os
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024
 TOKEN = np.dtype("<u2")
 PREPARE = "prepare_data.py"
-MANIFEST = "manifest.json"  # what prepare_data.py recorded about the shards beside it
+MANIFEST = "manifest.json"  # prepare_data.py's record of the shards in the same folder
 VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # the last id of each is <|endoftext|>
 
 
@@ -35,7 +36,7 @@ class DamagedShard(ShardError):
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a file's tokens are."""
+    """The location of the tokens in a file."""
 
     path: Path
     offset: int  # bytes before the first token
@@ -43,8 +44,8 @@ class Shard:
     max_id: int = 65535  # a larger id means that the shard is damaged
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return `count` tokens from `start`: (count,) uint16. Raise DamagedShard if any is missing
-        or invalid. Every read checks, because a file may be overwritten during a run."""
+        """Return `count` tokens from `start` on: (count,) uint16. Raise DamagedShard if a token is
+        missing or invalid. Check every read, because a file may be overwritten during a run."""
         try:
             with open(self.path, "rb", buffering=0) as f:  # twice as fast as np.fromfile
                 f.seek(self.offset + start * TOKEN.itemsize)
@@ -62,25 +63,25 @@ class Shard:
 
 
 def shard_header(num_tokens: int) -> bytes:
-    """Return the header of a shard of num_tokens tokens: HEADER_BYTES bytes."""
+    """Return the header of a shard with num_tokens tokens. It has HEADER_BYTES bytes."""
     return np.array([MAGIC, VERSION, num_tokens], "<i4").tobytes().ljust(HEADER_BYTES, b"\0")
 
 
 def open_shard(path: Path) -> Shard:
-    """Return the shard in a file. Raise ShardError if there is none, or only part of one."""
+    """Return the shard in a file. Raise ShardError if the file is missing or incomplete."""
     try:
         shard = recognize(path)
         on_disk = (path.stat().st_size - shard.offset) / TOKEN.itemsize
         if on_disk != shard.num_tokens or not on_disk:
             raise ValueError(f"holds {on_disk:,.10g} tokens, its header says {shard.num_tokens:,}")
         return shard
-    except Exception as error:  # numpy parses .npy headers as Python: anything may fail
+    except Exception as error:  # numpy parses .npy headers as Python, which may fail in any way
         cure = f"copy it again, or write it with {PREPARE}"
         raise ShardError(f"{path} is not a complete shard: {error}; {cure}") from error
 
 
 def recognize(path: Path) -> Shard:
-    """Return a file as a shard, in the format that its content shows, or raise ValueError."""
+    """Detect a file's format from its content and return the shard, or raise ValueError."""
     if not path.is_file():
         raise ValueError("no file")  # reading a pipe would wait forever
     with open(path, "rb") as f:
@@ -89,14 +90,14 @@ def recognize(path: Path) -> Shard:
     if (magic, version) == (MAGIC, VERSION):
         return Shard(path, HEADER_BYTES, num_tokens)
     if head.startswith(b"\x93NUMPY"):
-        with warnings.catch_warnings(action="ignore"):  # about headers that Python 2 wrote
+        with warnings.catch_warnings(action="ignore"):  # numpy warns about Python 2's headers
             array = np.load(path, mmap_mode="r")  # reads the header only
         if array.dtype != TOKEN or array.ndim != 1:
             raise ValueError(f"holds {array.dtype} of shape {array.shape}, not a row of uint16")
         return Shard(path, array.offset, len(array))
     if path.name not in ("train.bin", "val.bin"):
         raise ValueError(f"starts with {magic}, {version} instead of {MAGIC}, {VERSION}")
-    # nanoGPT's format has no header, so the first million tokens must look like tokens.
+    # nanoGPT's format has no header, so check that the first million values look like tokens.
     tokens = np.fromfile(path, TOKEN, 1 << 20)
     if tokens.max() >= VOCAB_SIZES["gpt2"]:
         raise ValueError(f"has no header and holds {tokens.max()}, not one of GPT-2's 50,257")
@@ -115,9 +116,9 @@ class TokenFolder:
 
 
 def open_folder(path: Path) -> TokenFolder:
-    """Return the shards in a folder's manifest, or all. Raise ShardError if a split has none."""
+    """Return a folder's shards, as listed in any manifest. Raise ShardError if a split has none."""
     cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
     splits: dict[str, list[Shard]] = {"train": [], "val": []}
     digest = hashlib.sha256()
@@ -132,7 +133,7 @@ def open_folder(path: Path) -> TokenFolder:
                 shards.append(replace(shard, max_id=entry["largest_id"]))
                 digest.update(f"{split} {entry['sha256']} ".encode())
     else:
-        tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # char-level nanoGPT
+        tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT, by character
         for file in sorted(path.iterdir()):
             names = [split for split in splits if split in file.name]
             if file.suffix in (".bin", ".npy") and len(names) == 1:
@@ -176,9 +177,9 @@ def feistel_keys(seed: int, epoch: int) -> list[int]:
 
 
 def permuted(number: int, length: int, seed: int, epoch: int) -> int:
-    """Return what a permutation of range(length), different in each epoch, maps number to. It is
+    """Map number by a permutation of range(length) that differs in each epoch. The permutation is
     computed, not stored: a Feistel network (Luby and Rackoff 1988) permutes the numbers of 2 * half
-    bits, and we apply it until the result is below length (Black and Rogaway 2002)."""
+    bits, and is applied until the result is below length (Black and Rogaway 2002)."""
     half = ((length - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     while True:  # at most 4 times on average
@@ -194,8 +195,8 @@ def permuted(number: int, length: int, seed: int, epoch: int) -> int:
 
 @lru_cache(maxsize=4096)
 def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
-    """Return the position, below T, of an epoch's first sequence in a shard. Later epochs cut the
-    text at new places: on 135 kB that improved the best validation loss from 1.907 to 1.721."""
+    """Return where in a shard, below T, an epoch's first sequence starts. Later epochs cut the text
+    at new places, which improved the best validation loss on 135 kB from 1.907 to 1.721."""
     if epoch == 0:
         return 0
     entropy = np.random.SeedSequence([seed, epoch, shard]).generate_state(1, np.uint64)[0]
@@ -204,9 +205,9 @@ def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
 
 class ShardLoader:
     """Deals sequences of T tokens out to the ranks, B at a time. Sequences are numbered across all
-    shards; none spans two. Each next_batch takes the next B * num_ranks numbers, B for each rank.
+    shards, and none spans two shards. next_batch takes the next B * num_ranks numbers, B per rank.
     The only state is position, the same on every rank, so a run can resume with any B and number of
-    ranks. With a seed, each epoch has a new order; without one, it is the order on disk."""
+    ranks. With a seed, each epoch has a new order; without one, each has the order on disk."""
 
     def __init__(
         self, shards: list[Shard], B: int, T: int, rank=0, num_ranks=1, seed: int | None = None
@@ -217,15 +218,15 @@ class ShardLoader:
         self.rank = rank
         self.num_ranks = num_ranks
         self.seed = seed
-        # Each shard's first sequence. A sequence needs the token after it, hence the - 1.
+        # The number of each shard's first sequence. The - 1 is for the target of the last token.
         self.firsts = [0, *accumulate((shard.num_tokens - 1) // T for shard in shards)]
         if not len(self):
             longest = max(shard.num_tokens for shard in shards)
-            text = f"--seq-len {T} needs shards of {T + 1} tokens, the longest has {longest}"
+            text = f"--seq-len {T} needs shards of {T + 1} tokens, but the longest has {longest}"
             cure = f"prepare more text, or try --seq-len {max(longest - 1, 1)}"
             raise ShardError(f"{text}: {cure}")
         self.position = 0  # sequences dealt out so far, over all ranks
-        self.prefetched: tuple | None = None  # numbers and batch, from prefetch
+        self.prefetched: tuple | None = None  # the numbers and batch that prefetch read
 
     def __len__(self) -> int:  # sequences in an epoch
         return self.firsts[-1]
@@ -239,14 +240,14 @@ class ShardLoader:
         shard = self.shards[shard_index]
         start = (number - self.firsts[shard_index]) * self.T
         if self.seed is not None:
-            # The number of sequences stays the same, so the last one may overlap the one before.
+            # The number of sequences stays the same, so the last two may overlap.
             start += epoch_offset(self.seed, epoch, shard_index, self.T)
             start = min(start, shard.num_tokens - self.T - 1)
         return shard.read(start, self.T + 1)
 
     def batch(self, numbers: range) -> tuple:
-        """Return inputs and targets of these sequences, (len(numbers), T) int64 each."""
-        import torch  # at the top it would cost each worker of prepare_data.py 200 MB
+        """Return the inputs and targets of these sequences, (len(numbers), T) int64 each."""
+        import torch  # a top-level import would cost each worker of prepare_data.py 200 MB
 
         rows = np.stack([self[n] for n in numbers])  # (len(numbers), T + 1)
         x = torch.from_numpy(rows[:, :-1].astype(np.int64))

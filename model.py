@@ -6,7 +6,7 @@ https://github.com/openai/gpt-2/blob/master/src/model.py
 Shapes in the comments:
     B  sequences in a batch               nh  attention heads (n_head)
     T  tokens in a sequence (<= seq_len)  hs  channels of one head, C / nh
-    C  channels of the residual stream    V   rows of the embedding, padding included"""
+    C  channels of the residual stream    V   rows of the embedding, including padding"""
 
 import math
 import zlib
@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of the network. It determines the names and sizes of all parameters. A checkpoint
-    stores every field; if an older checkpoint lacks one, the default applies (GPT-2 124M's)."""
+    """The shape of the network, which determines the names and sizes of all parameters. Checkpoints
+    store every field. If an older checkpoint lacks a field, its default applies (GPT-2 124M's)."""
 
     vocab_size: int = 50257  # 256 bytes, 50,000 merges and <|endoftext|>
     seq_len: int = 1024  # longest sequence; each position has a learned embedding
@@ -33,10 +33,10 @@ class GPTConfig:
     pad_vocab: bool = True
 
     def __post_init__(self):
-        """Raise ValueError if the fields, perhaps read from a file, describe no valid network."""
+        """Raise ValueError if the fields, which may come from a file, are not a valid network."""
         for f in fields(self):
             value = getattr(self, f.name)
-            # bool is a subclass of int, so True would pass isinstance as a number of layers.
+            # bool is a subclass of int, so isinstance would accept True as a number of layers.
             if not isinstance(value, f.type) or (isinstance(value, bool) and f.type is not bool):
                 raise ValueError(f"{f.name} {value} is not of type {f.type}")
         if min(self.vocab_size, self.seq_len, self.n_layer, self.n_head, self.n_embd) < 1:
@@ -50,19 +50,19 @@ class GPTConfig:
     @property
     def num_rows(self) -> int:
         """The rows of the embedding. Speed-up 5 rounds vocab_size up to a multiple of 64 (50257 to
-        50304): GPUs multiply matrices in tiles, and a partial tile costs as much as a full one."""
+        50304), as GPUs multiply matrices in tiles, and partial tiles cost as much as full ones."""
         multiple = 64 if self.pad_vocab else 1
         return math.ceil(self.vocab_size / multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How the network is computed. Checkpoints do not depend on it."""
+    """How the network is computed. Checkpoints do not depend on these settings."""
 
     flash: bool = True  # speed-up 4
-    dropout: float = 0.0  # probability of zeroing an activation, in training
+    dropout: float = 0.0  # probability of zeroing an activation during training
     bf16_residual: bool = False  # keep the residual stream in bfloat16, not in float32
-    recompute: bool = False  # store only each block's input; backward recomputes the block
+    recompute: bool = False  # store only each block's input, and recompute the rest in backward
     loss_chunk_tokens: int = 0  # tokens per chunk of the loss; 0: all at once
 
 
@@ -74,27 +74,27 @@ SHAPES = {  # layers, channels: Radford et al. 2019, table 2; heads: OpenAI's re
     "nano": GPTConfig(vocab_size=257, seq_len=128, n_layer=4, n_head=4, n_embd=128),  # 0.8M, bytes
 }
 
-# For inputs whose length changes with each call. This omits cuDNN's attention, which spends about a
-# second planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
+# For inputs whose length changes with each call. cuDNN's attention is left out, because it spends
+# about a second planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
 VARLEN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Return causal attention, written out: q (B, nh, T, hs) -> (B, nh, T, hs). If k and v have
-    more positions, q holds the last T. All weights, (B, nh, T, T), are in memory at once."""
+    """Return causal attention, one step at a time: q (B, nh, T, hs) -> (B, nh, T, hs). If k and v
+    have more positions than q, q holds the last T. All weights, (B, nh, T, T), are in memory."""
     T, hs = q.shape[-2:]
     past = k.shape[-2] - T
     future = q.new_full((T, past + T), -math.inf).triu(1 + past)
     keys = k.flatten(0, 1).transpose(1, 2)  # (B * nh, hs, past + T)
-    # Without torch.compile, scaling and masking in the product saves two passes over the scores.
+    # Without torch.compile, scaling and masking inside baddbmm saves two passes over the scores.
     scores = torch.baddbmm(future, q.flatten(0, 1), keys, alpha=1 / math.sqrt(hs))
     weights = F.dropout(scores.softmax(dim=-1), dropout)
     return (weights @ v.flatten(0, 1)).view(q.shape)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Speed-up 4: do the same in one fused kernel, which never stores the (T, T) weights (Dao et
-    al. 2022). If k has more positions than q, q must hold only the last one, which may see all."""
+    """Speed-up 4: compute attention in one fused kernel, which never stores the (T, T) weights (Dao
+    et al. 2022). If k has more positions than q, q must hold only the last one, which sees all."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=q.shape[-2] > 1)
 
 
@@ -104,7 +104,7 @@ class StackedLinear(nn.Linear):
 
     def __init__(self, in_features: int, parts: list[int]):
         super().__init__(in_features, sum(parts))
-        self.parts = parts  # each layer's output channels, which are rows of the weight
+        self.parts = parts  # each layer's number of output channels, or rows of the weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # not one Tensor
         """Return the output of each layer: (..., C) -> (..., part) each."""
@@ -122,7 +122,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
         """Map x (B, T, C) to (B, T, C). cache maps each attention module to the keys and values of
-        the positions before x, (B, nh, past, hs) each; those of x are added to it."""
+        the positions before x, (B, nh, past, hs) each, and receives the keys and values of x."""
         B, T, C = x.shape
         hs = C // self.config.n_head  # q, k and v become (B, nh, T, hs)
         q, k, v = [part.view(B, T, -1, hs).transpose(1, 2) for part in self.c_attn(x)]
@@ -162,7 +162,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The parts of the network, with OpenAI's names. GPT.features puts them together."""
+    """The layers of the network, under OpenAI's names. GPT.features connects them."""
 
     def __init__(self, config: GPTConfig, compute: ComputeConfig):
         super().__init__()
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2. A parameter's initial values depend only on the seed and on its name and shape."""
+    """GPT-2. The initial values of a parameter depend only on the seed, its name and its shape."""
 
     def __init__(self, config: GPTConfig, compute: ComputeConfig | None = None, seed: int = 0):
         super().__init__()
@@ -188,12 +188,12 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int):
         """Set biases to 0, and draw matrices from N(0, 0.02). Divide the last matrix of each
-        residual branch by sqrt(number of branches), so that the scale of their sum does not depend
-        on depth (GPT-2, section 2.3). Padded rows are 0 and use no random numbers, so padding
-        changes no other weight. LayerNorm gains stay at PyTorch's 1."""
+        residual branch by sqrt(number of branches), so that the scale of the residual stream does
+        not depend on depth (GPT-2, section 2.3). Padded rows are 0 and use no random numbers, so
+        padding changes no other weight. LayerNorm gains keep their PyTorch default, 1."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
-            # One generator per name: adding, removing or moving a parameter changes no other one.
+            # With one generator per name, adding, removing or moving a parameter affects no other.
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if name.endswith("bias"):
                 p.zero_()
@@ -205,24 +205,24 @@ class GPT(nn.Module):
                 p.normal_(std=0.02, generator=rng)
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters with weight decay (matrices, embeddings) and those without."""
+        """Return the parameters with weight decay (matrices and embeddings) and those without."""
         params = list(self.parameters())
         return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
 
     def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
-        """Return the weights that Muon updates, each with the rows of the matrices in it."""
+        """Return the weights that Muon updates, each with the row counts of the matrices in it."""
         parts = {m.weight: m.parts for m in self.modules() if isinstance(m, StackedLinear)}
         matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
         return [(p, parts.get(p, [len(p)])) for p in matrices]
 
     def num_elements(self, params: list[nn.Parameter]) -> int:
-        """Return the number of weights in params, without the padded rows."""
+        """Return the number of weights in params, excluding padded rows."""
         num_padded = (self.config.num_rows - self.config.vocab_size) * self.config.n_embd
         has_embedding = any(p is self.transformer.wte.weight for p in params)
         return sum(p.numel() for p in params) - (num_padded if has_embedding else 0)
 
     def flops_per_token(self) -> int:
-        """Return a token's FLOPs, forward and backward: 6 per weight (wpe is only looked up), and
+        """Return the FLOPs per token, both passes: 6 per weight (wpe is only looked up), and
         12 * T * C per attention layer (Chowdhery et al. 2022, PaLM, appendix B)."""
         multiplied = [p.numel() for name, p in self.named_parameters() if "wpe" not in name]
         attention_flops = 12 * self.config.seq_len * self.config.n_embd
@@ -245,8 +245,8 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Return the logits of the next token: (..., C) -> (..., V), and -inf for padded rows.
-        Padding thus changes the speed and not the loss, and the gradient of its rows is 0."""
+        """Return the next token's logits, which are -inf for padded rows: (..., C) -> (..., V).
+        Padding thus changes the speed but not the loss, and padded rows have a gradient of 0."""
         bias = None
         if self.config.pad_vocab:
             ids = torch.arange(self.config.num_rows, device=x.device)
@@ -258,19 +258,19 @@ class GPT(nn.Module):
         return self.head(self.features(idx))
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats per token: two (B, T) -> ()."""
+        """Return the mean cross-entropy in nats per token: idx and targets (B, T) -> ()."""
         x = self.features(idx).flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
         if 0 < self.compute.loss_chunk_tokens < len(x):
             return self.chunked_loss(x, targets)
         return self.loss(x, targets, "mean")
 
-    # Not part of the compiled step, where Inductor would compute the softmax of all chunks in one
-    # kernel, with all logits in memory at once. train_gpt2.py compiles `loss` separately.
+    # Keep this out of the compiled step, where Inductor would compute the softmax of all chunks in
+    # one kernel, with all logits in memory at once. train_gpt2.py compiles `loss` separately.
     @torch.compiler.disable
     def chunked_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of x (N, C) with the logits of only one chunk in memory: they and
-        their gradient are the largest tensors of a step. backward recomputes each chunk."""
+        """Return the mean loss of x (N, C) with only one chunk's logits in memory, since the logits
+        and their gradient are the largest tensors of a step. backward recomputes each chunk."""
         chunk = self.compute.loss_chunk_tokens
         loss = torch.zeros((), device=x.device)
         for part, ids in zip(x.split(chunk), targets.split(chunk), strict=True):
@@ -286,7 +286,7 @@ class GPT(nn.Module):
     def generate(
         self, idx: Tensor, rng: torch.Generator, temperature: float, top_k: int
     ) -> Iterator[Tensor]:
-        """Yield the tokens (B, 1) that follow idx (B, T), one by one, forever. When all seq_len
+        """Yield the tokens (B, 1) that follow idx (B, T), one at a time, forever. When all seq_len
         positions are full, drop the older half and recompute the rest: cached keys can't move."""
         cache: dict = {}
         past = 0
@@ -305,8 +305,8 @@ class GPT(nn.Module):
 
 
 def sample_token(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
-    """Return a token (B, 1) for each row of logits (B, V): the likeliest at temperature 0, else a
-    random one of the top_k likeliest (0: of all). Raise FloatingPointError if logits overflow."""
+    """Return a token (B, 1) for each row of logits (B, V): the likeliest at temperature 0, else
+    drawn from the top_k likeliest (0: from all). Raise FloatingPointError if logits overflow."""
     if not logits.amax().isfinite():
         raise FloatingPointError("the logits overflow, so no next token can be drawn")
     if temperature < torch.finfo(torch.float32).tiny:  # dividing by it would overflow

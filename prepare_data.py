@@ -1,13 +1,13 @@
-"""Turn text into token shards that train_gpt2.py reads, or download such shards.
-python prepare_data.py                                           # Python's own source, as bytes
+"""Turn text into token shards for train_gpt2.py, or download published shards.
+python prepare_data.py                                           # the standard library, as bytes
 python prepare_data.py --input book.txt --data-dir data/book
 python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer gpt2
 python prepare_data.py --download fineweb-edu --shards 10        # or hellaswag
 python prepare_data.py --verify --data-dir data/web
 
-Any text will do: .txt, .md, source code, whole folders. In .jsonl, .json, .csv, .tsv and .parquet
-each record is a document, and --text-field names the field that holds its text. A preparation or
-download that was killed continues when you repeat the command.
+Any text will do: .txt, .md, source code or whole folders. In .jsonl, .json, .csv, .tsv and .parquet
+files, each record is a document, and --text-field names the field that holds its text. To continue
+a preparation or download that was killed, repeat the command.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_li
 from support.log import is_terminal, show
 from support.tokenizer import Tokenizer, require_tokenizer
 
-DATASETS = {  # name -> repository on the Hugging Face hub, and what its shards' names begin with
+DATASETS = {  # name -> repository on the Hugging Face hub, and the prefix of its shards' names
     "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),  # 1,001 shards
     "fineweb": ("kjj0/fineweb10B-gpt2", "fineweb"),  # 103
 }
@@ -56,15 +56,15 @@ TEXT_FLAGS = ("tokenizer", "text_field", "shard_tokens", "val_fraction", "seed")
 @dataclass(frozen=True)
 class PrepareConfig:
     input: tuple = flag((), "files, folders, 'patterns'; none: Python's source", group="source")
-    download: str = flag("", "what to fetch instead", choices=(*DATASETS, "hellaswag"))
+    download: str = flag("", "data set to fetch instead", choices=(*DATASETS, "hellaswag"))
     verify: bool = flag(False, "compare shards with the SHA-256 in their manifest instead")
     data_dir: str = flag("", "folder to write (default: data/NAME; --input needs one)", group="how")
     tokenizer: str = flag("bytes", "GPT-2's tokens, or bytes as tokens", choices=(*VOCAB_SIZES,))
     text_field: str = flag("text", "field of a record that holds its text")
     shard_tokens: int = flag(100_000_000, "tokens per shard", min=1024)
     val_fraction: float = flag(0.01, "share of documents for validation", min=1e-5, max=0.5)
-    seed: int = flag(1337, "seed of the choice of these documents", min=0)
-    workers: int = flag(os.cpu_count() or 1, "threads for gpt2's tokens (default: one per core)")
+    seed: int = flag(1337, "seed for choosing these documents", min=0)
+    workers: int = flag(os.cpu_count() or 1, "gpt2: tokenizer threads (default: one per core)")
     shards: int = flag(100, "training shards of 100M tokens", min=1)
 
     @property
@@ -73,7 +73,7 @@ class PrepareConfig:
 
 
 def parse_args(argv: list[str]) -> PrepareConfig:
-    """Return the flags of a command line. Raise UserError if they do not go together."""
+    """Return the flags of a command line. Raise UserError if they can't be combined."""
     if argv and not argv[0].startswith("-"):
         raise UserError(f"did you mean --input {shlex.join(argv)}?")
     typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
@@ -91,16 +91,16 @@ def parse_args(argv: list[str]) -> PrepareConfig:
 
 
 class Batch(NamedTuple):
-    """About 512 KiB of text of one split: what a thread tokenizes at a time."""
+    """About 512 KiB of text from one split, which a thread tokenizes in one call."""
 
     number: int  # from 1
     split: str
-    parts: list[tuple[bool, bytes]]  # whether a document begins with this text, and the text
+    parts: list[tuple[bool, bytes]]  # whether the text begins a document, and the text
 
 
 def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, BinaryIO]]:
     """Yield each document: whether it is for validation, its size in bytes, and its text. The seed
-    and the document's number decide the split. The first one is always for training."""
+    and the document's number decide the split. The first document is always for training."""
     rng = random.Random(config.seed)
     for number, (size, text) in enumerate(reader.documents()):
         is_val = number > 0 and rng.random() < config.val_fraction
@@ -108,12 +108,12 @@ def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int
 
 
 def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
-    """Yield all text. If no document is drawn for validation, the last tenth of each one is."""
+    """Yield all text. If no document is drawn for validation, use the last tenth of each one."""
     peek = Reader(reader.files, reader.text_field)
     cuts_each = not any(is_val and size for is_val, size, _ in documents(peek, config))
     numbers = count(1)
-    parts: dict[str, list] = {"train": [], "val": []}  # of the next batch of each split
-    sizes = {"train": 0, "val": 0}  # its bytes
+    parts: dict[str, list] = {"train": [], "val": []}  # each split's next batch
+    sizes = {"train": 0, "val": 0}  # bytes in parts
     for is_val, size, text in documents(reader, config):
         val_start = 0 if is_val else sys.maxsize  # bytes before validation begins
         if cuts_each:
@@ -130,7 +130,7 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
 
 
 def divided(stream: BinaryIO, val_start: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the pieces of a document, each with its split: validation begins at byte val_start."""
+    """Yield the pieces of a document, each with its split. Validation begins at byte val_start."""
     for piece in pieces(stream):
         at = min(max(val_start, 0), len(piece))
         while 0 < at < len(piece) and piece[at] & 0xC0 == 0x80:  # inside a character
@@ -153,13 +153,13 @@ def tokenize(tokenizer: Tokenizer, parts: list[tuple[bool, bytes]]) -> np.ndarra
 
 
 def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Yield each batch with its tokens, in order. tiktoken lets threads run at the same time."""
+    """Yield each batch with its tokens, in order. Threads help, since tiktoken releases the GIL."""
     tokenizer = require_tokenizer(config.tokenizer, may_download=True)
     with ThreadPoolExecutor(config.workers or 1) as pool:
         running: list = []
         for batch in todo:
             running.append((batch, pool.submit(tokenize, tokenizer, batch.parts)))
-            if len(running) > 4 * config.workers + 8:  # enough work while a shard is written
+            if len(running) > 4 * config.workers + 8:  # keep threads busy during a write
                 batch, future = running.pop(0)
                 yield batch, future.result()
         for batch, future in running:
@@ -167,7 +167,7 @@ def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Ba
 
 
 class Split:
-    """The shards of one split, and the tokens of the next one."""
+    """The shards of one split, and the tokens collected for its next shard."""
 
     def __init__(self, folder: Path, name: str, manifest: dict):
         self.folder = folder
@@ -176,12 +176,12 @@ class Split:
         self.shards = manifest[name]["shards"]
         self.shard_tokens = manifest["flags"]["shard_tokens"]
         self.parts: list[np.ndarray] = []  # of the next shard
-        self.num_tokens = 0  # in them
-        # The last batch in shards and parts: its number, and how many of its tokens.
+        self.num_tokens = 0  # in parts
+        # The last batch in shards and parts: its number, and how many of its tokens they include.
         self.end = self.shards[-1]["end"] if self.shards else [0, 0]
 
     def add(self, batch: Batch, tokens: np.ndarray):
-        """Add the tokens of a batch, except those in shards already. Write each shard they fill."""
+        """Add the tokens of a batch, except those already in shards. Write each shard once full."""
         start = self.end[1] if self.end[0] == batch.number else 0
         while start < len(tokens):
             part = tokens[start : start + self.shard_tokens - self.num_tokens]
@@ -200,7 +200,7 @@ class Split:
 
 
 def write_shard(path: Path, parts: list, split: str, manifest: dict, end: list | None = None):
-    """Write a shard of these parts, arrays of tokens, and the manifest with its entry."""
+    """Write a shard that joins the arrays in parts, and the manifest with the shard's entry."""
     num_tokens = sum(map(len, parts))
     digest = hashlib.sha256()
     with whole_file(path) as file:
@@ -218,7 +218,7 @@ def write_shard(path: Path, parts: list, split: str, manifest: dict, end: list |
     if end:
         entry["end"] = end
     shards = manifest[split]["shards"]
-    others = [old for old in shards if old["name"] != path.name]  # without a damaged one
+    others = [old for old in shards if old["name"] != path.name]  # replaces a damaged one
     shards[:] = sorted([*others, entry], key=lambda shard: shard["name"])
     with whole_file(path.with_name(MANIFEST)) as file:
         file.write(json.dumps(manifest, indent=1).encode())
@@ -230,16 +230,16 @@ def sha256_of(path: Path | str) -> str:
 
 
 def saved_manifest(folder: Path, tokenizer: str) -> dict:
-    """Return the manifest in folder, or one without shards."""
+    """Return the manifest in folder, or a new one without shards."""
     if (folder / MANIFEST).exists():
         return read_manifest(folder)
     return {"tokenizer": {"name": tokenizer}, "train": {"shards": []}, "val": {"shards": []}}
 
 
 def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict:
-    """Return the manifest in folder. Raise UserError if it has other flags or is of other text."""
+    """Return the manifest in folder. Raise UserError if its flags or text differ."""
     flags = {name: getattr(config, name) for name in TEXT_FLAGS}
-    # Content identifies the files: a copy of the same text has other times of change.
+    # Identify files by content, because a copy of the same text has other modification times.
     digests = "".join(map(sha256_of, files))
     digest = hashlib.sha256(digests.encode()).hexdigest()
     manifest = saved_manifest(folder, config.tokenizer)
@@ -254,7 +254,7 @@ def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict
     if reasons:
         raise UserError(f"{folder} was made {reasons[0]}: remove it, or name another --data-dir")
     for entry in shards:
-        open_shard(folder / entry["name"])  # raises
+        open_shard(folder / entry["name"])  # raises if damaged
     return manifest
 
 
@@ -262,7 +262,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
     """Write the shards that are not in folder yet, and the manifest."""
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
     ends = {name: split.end[0] for name, split in splits.items()}
-    # Batches in shards are read again, since documents must be counted, but not tokenized.
+    # Batches that are already in shards are read, to count their documents, but not tokenized.
     todo = (batch for batch in batches(reader, config) if batch.number >= ends[batch.split])
     total = sum(map(os.path.getsize, reader.files))
     with tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar:
@@ -270,7 +270,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
             splits[batch.split].add(batch, tokens)
             bar.update(reader.position - bar.n)
     for name, split in splits.items():
-        if not split.shards and split.num_tokens < 2:  # an input and its target
+        if not split.shards and split.num_tokens < 2:  # needs an input and its target
             why = "; ".join(notes(reader)) or "add more text"
             raise UserError(f"--input has {split.num_tokens} tokens for {name}, too few: {why}")
     for split in splits.values():
@@ -279,11 +279,11 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
 
 
 def prepare(config: PrepareConfig):
-    """Write config.folder, which has another name until it is complete."""
+    """Write config.folder, under a temporary name until it is complete."""
     folder = config.folder
     unfinished = Path(f"{folder}.unfinished")
     files = files_in(config.input) if config.input else standard_library()
-    # Leave out what this program wrote, as with --input . --data-dir data.
+    # Leave out what this program wrote, which --input . --data-dir data would include.
     written = {Path(os.path.abspath(path)) for path in (folder, unfinished)}
     files = [file for file in files if written.isdisjoint(Path(os.path.abspath(file)).parents)]
     has_records = any(RECORDS.search(file.lower()) for file in files)
@@ -293,7 +293,7 @@ def prepare(config: PrepareConfig):
     reader = Reader(files, config.text_field)
     if folder.exists():
         if not (folder / MANIFEST).exists():
-            raise UserError(f"--data-dir {folder} exists and holds something else: name another")
+            raise UserError(f"--data-dir {folder} exists but holds other files: choose another")
         manifest = open_manifest(folder, config, files)
         show("already complete:")
     else:
@@ -315,7 +315,7 @@ def notes(reader: Reader) -> list[str]:
 
 
 def report(folder: Path, manifest: dict, lines: list[str]):
-    """Print what folder holds, and these lines."""
+    """Print a summary of folder, and these lines."""
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         tokens = sum(entry["tokens"] for entry in shards)
@@ -341,25 +341,25 @@ def verify(config: PrepareConfig):
 
 
 def fetch(repository: str, name: str, folder: Path) -> Path:
-    """Download a file, or what is missing of it, from the hub, and return its path."""
+    """Download a file from the hub, or the missing part of it, and return its path."""
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(repository, name, repo_type="dataset", local_dir=folder))
-    except Exception as error:  # the library raises many kinds, and httpx others
+    except Exception as error:  # the library and httpx raise many kinds of errors
         if getattr(error, "errno", None) in DISK_ERRNOS:
             raise
         raise UserError(f"{repository}/{name}: {error}; repeat the command to continue") from error
 
 
 def download(config: PrepareConfig):
-    """Fetch the shards of a published data set that are not in config.folder yet."""
+    """Fetch a published data set's shards, except those already in config.folder."""
     repository, stem = DATASETS[config.download]
     folder = config.folder
     manifest = saved_manifest(folder, "gpt2")
     for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
         if not entry["name"].startswith(f"{stem}_"):
-            raise UserError(f"--data-dir {folder} holds {entry['name']}: name another")
+            raise UserError(f"--data-dir {folder} holds {entry['name']}: choose another")
     for number in range(config.shards + 1):
         split = "train" if number else "val"
         name = f"{stem}_{split}_{number:06d}.bin"
@@ -369,12 +369,12 @@ def download(config: PrepareConfig):
         path = fetch(repository, name, folder / ".download")
         try:
             shard = replace(open_shard(path), max_id=VOCAB_SIZES["gpt2"] - 1)
-            tokens = shard.read(0, shard.num_tokens)  # raises if an id is larger
+            tokens = shard.read(0, shard.num_tokens)  # raises if an id is too large
             write_shard(folder / name, [tokens], split, manifest)
         finally:
-            path.unlink()  # a damaged one would not be fetched again
+            path.unlink()  # a damaged file would otherwise not be fetched again
     lines = []
-    try:  # now, since a run needs it for samples, questions and bits per byte
+    try:  # do it now, because a run needs it for samples, questions and bits per byte
         require_tokenizer("gpt2", may_download=True)
     except UserError as error:
         lines = [f"GPT-2's vocabulary is missing: {error}"]
@@ -402,7 +402,7 @@ def download_questions(config: PrepareConfig):
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code: 0, 2, 6 or 130."""
     ending.program = "prepare_data.py"
-    if hasattr(sys.stdout, "reconfigure"):  # a folder's name may be what a terminal can't show
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal may not support a folder's name
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         config = parse_args(sys.argv[1:] if argv is None else argv)
@@ -425,7 +425,7 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         print_error(f"error: {error.name} is missing: pip install {error.name}")
     except Timeout as error:
-        print_error(f"error: another process writes into {Path(error.lock_file).parent}")
+        print_error(f"error: another process is writing to {Path(error.lock_file).parent}")
     except (UserError, ShardError, OSError) as error:
         if getattr(error, "errno", None) in DISK_ERRNOS:
             print_error(f"error: {error}; repeat the command to continue")

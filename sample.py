@@ -2,7 +2,7 @@
     python sample.py out/book                          # type prompts, or pipe them in
     python sample.py out/book/step_000250 --prompt "Once upon" --num-samples 3
     python sample.py gpt2 --prompt FILE:prompt.txt     # a name on the Hugging Face hub
-    python sample.py ckpt.pt                           # nanoGPT's file
+    python sample.py ckpt.pt                           # a nanoGPT checkpoint
 Without a name, sample from the newest run in out/.
 """
 
@@ -64,7 +64,7 @@ def read_flags(argv: list[str]) -> dict:
 
 
 def read_prompts() -> Iterator[str]:
-    """Yield each line of stdin. If it is not a terminal and has no line, yield an empty prompt."""
+    """Yield each line of stdin, or an empty prompt if stdin is not a terminal and has no lines."""
     if log.is_terminal(sys.stdin):
         ending.print_error("type the beginning of a text, or Ctrl-D to end")
         while True:
@@ -74,7 +74,7 @@ def read_prompts() -> Iterator[str]:
             except EOFError:
                 log.show("")  # Ctrl-D leaves the cursor after "prompt> "
                 return
-    # Reading other kinds of files may wait forever, and so may the pipe that a notebook opens.
+    # Reading other kinds of files, or the pipe that a notebook opens, may wait forever.
     kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
     if kind == stat.S_IFIFO and log.in_notebook():
         ending.print_error("in a notebook, give prompts with --prompt, or from a file: < FILE")
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         prompts = [typed["prompt"]] if "prompt" in typed else read_prompts()
         show_samples(SampleConfig(**typed), prompts)
         return ending.DONE
-    except (ending.RunError, FloatingPointError) as error:  # the second: the logits overflow
+    except (ending.RunError, FloatingPointError) as error:  # the latter if the logits overflow
         ending.print_error(f"error: {error}")
         return getattr(error, "exit_code", UserError.exit_code)
     except KeyboardInterrupt:

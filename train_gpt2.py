@@ -1,5 +1,5 @@
-"""Train GPT-2 from tokens on disk to a checkpoint, on one GPU, on many, or on a CPU.
-python train_gpt2.py                                             # one GPU, or none
+"""Train GPT-2 on token shards and save checkpoints, on one GPU, several GPUs or a CPU.
+python train_gpt2.py                                             # one GPU, or a CPU
 torchrun --standalone --nproc_per_node=8 train_gpt2.py           # eight GPUs
 python train_gpt2.py --data-dir data/mine --out-dir out/mine --resume
 """
@@ -9,9 +9,9 @@ import sys
 
 from support import ending
 
-# By default a waiting OpenMP thread spins 300,000 times, and on a busy machine it hogs cores that
-# the threads it waits for need. Alongside four busy programs on two cores, this cuts a step of nano
-# from 2,100 to 380 ms; on an idle machine it costs 2%. torch reads it once, when it is imported.
+# By default, a waiting OpenMP thread spins 300,000 times and so occupies a core that other threads
+# may need. With four busy programs on two cores, a lower count cuts a step of nano from 2,100 to
+# 380 ms; on an idle machine, it costs 2%. torch reads this variable once, when it is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if __name__ == "__main__":
     ending.guard_imports()
@@ -50,7 +50,7 @@ from support.run import Run, draw, finish, restore, save, stop
 def set_backends(config: TrainConfig, world: World):
     """Set torch's global switches. Call this before the first matrix product."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
-    # Compiled CPU code sums in a varying order unless told to be deterministic.
+    # Outside deterministic mode, compiled CPU code sums in an order that varies.
     on_cpu = world.device.type == "cpu"
     device.set_determinism(config.deterministic or on_cpu, config.compile)
     if on_cpu:
@@ -58,20 +58,20 @@ def set_backends(config: TrainConfig, world: World):
 
 
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """Return model wrapped in torch.compile and DDP; the parameters are the same. We save, load
-    and sample the plain model: checkpoints then have no `_orig_mod.` or `module.` in their names,
-    and inputs of other shapes trigger no recompilation."""
+    """Return model wrapped in torch.compile and DDP, which share its parameters. We save, load
+    and sample the plain model, so that parameter names in checkpoints have no `_orig_mod.` or
+    `module.` prefix, and inputs of other shapes trigger no recompilation."""
     # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
     net: nn.Module = model
     if config.compile:
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
-        # The only change to the plain model; chunked_loss says why.
+        # This is the only change to the plain model. The reason is in chunked_loss.
         model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore[method-assign]
     if torch.__version__.startswith("2.5."):
         # Dynamo 2.5 can't split a graph with recomputed blocks at DDP's buckets; 2.6 can.
         torch._dynamo.config.optimize_ddp = not config.recompute
-    # Gradients as views into DDP's buckets need no second copy in memory.
+    # Making the gradients views into DDP's buckets avoids a second copy in memory.
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
@@ -79,7 +79,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
 
 
 def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim.Optimizer:
-    """Return AdamW as in GPT-3 (Brown et al. 2020, appendix B); --muon: Muon for the matrices."""
+    """Return AdamW as in GPT-3 (Brown et al. 2020, appendix B). --muon uses Muon for matrices."""
     # Don't decay layer-norm gains (they belong near 1) or biases (too few to matter).
     decayed, others = model.decay_groups()
     groups = [
@@ -87,7 +87,7 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim
         {"params": others, "weight_decay": 0.0},
     ]
     betas = (config.beta1, 0.95)
-    # Speed-up 6. None, not False: torch then picks the fastest unfused implementation.
+    # Speed-up 6. With None instead of False, torch picks the fastest unfused implementation.
     options: dict = {"lr": config.learning_rate, "betas": betas, "fused": config.fused or None}
     if config.muon:
         return MuonAdamW(groups, model.matrices(), config.bf16, world, **options)
@@ -95,7 +95,7 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the learning rate of step `step`, counted from 0: a linear warm-up, then the schedule.
+    """Return the learning rate for a step, counted from 0: a linear warm-up, then the schedule.
     cosine and wsd (warm-up, stable, decay) end at decay_to * learning_rate."""
     if step < config.warmup_steps:
         # step + 1, because a rate of 0 would waste the first step
@@ -108,7 +108,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     elif config.schedule == "wsd":
         longest = config.steps - config.warmup_steps
         decay_steps = max(1, min(round(config.decay_share * config.steps), longest))
-        height = min(1, (config.steps - step) / decay_steps)  # 1, then down to 0 along a line
+        height = min(1, (config.steps - step) / decay_steps)  # 1, then linearly down to 0
     else:
         raise ValueError(f"--schedule {config.schedule} has no branch in learning_rate")
     return config.learning_rate * (config.decay_to + (1 - config.decay_to) * height)
@@ -126,12 +126,12 @@ class StepResult(NamedTuple):
 
 def train_step(run: Run) -> StepResult:
     """Take one step: forward and backward over batch_tokens tokens, then one update. If the loss or
-    the gradient is not finite, raise NumericalError on every rank before any weight changes; with
-    --fp16, a gradient that overflows only skips the update."""
+    the gradient is not finite, raise NumericalError on every rank before any weight changes.
+    With --fp16, if the gradient overflows, only skip the update."""
     config, world = run.config, run.world
     num_micro_batches = config.num_micro_batches(run.loader.B, world.size)
     if config.dropout:
-        # Reseeding from (seed, step, rank) leaves no generator state to save and restore.
+        # Reseed from (seed, step, rank), so that there is no generator state to save and restore.
         torch.manual_seed(evaluate.random_seed(config.seed, run.step, world.rank))
 
     loss_of_rank = torch.zeros((), device=world.device)
@@ -139,8 +139,8 @@ def train_step(run: Run) -> StepResult:
     for i in log.progress(range(num_micro_batches), f"step {run.step + 1}", world.is_main):
         ending.reset_watchdog()
         x, y = evaluate.to_device(run.loader.next_batch(), world.device)
-        # DDP averages the gradients during backward; only the last micro-batch needs that. DDP
-        # decides in forward whether to do it, so both passes must be inside.
+        # DDP averages the gradients during backward, but only the last micro-batch needs this. DDP
+        # decides in forward whether to average, so both passes must be inside the context.
         with gradient_sync(run.net, enabled=i == num_micro_batches - 1):
             with device.autocast(config.dtype, world.device):
                 # Divide, because backward adds up the gradients of all micro-batches.
@@ -151,13 +151,13 @@ def train_step(run: Run) -> StepResult:
             report.warn_if_slow(run, (time.perf_counter() - started) / 2 * num_micro_batches)
     run.loader.prefetch()  # while the GPU computes
 
-    # With --fp16 the gradients are scaled up. Undo that before taking their norm.
+    # With --fp16, the gradients are scaled up. Undo the scaling before taking their norm.
     run.scaler.unscale_(run.optimizer)
     # Log the norm even with --grad-clip 0: a jump in it often precedes divergence.
     grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
 
     # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
-    # sum, so every rank sees them. Only tolist() makes a step wait for the device: torch.full fills
+    # sum, so every rank sees them. Only tolist() makes a step wait for the device. torch.full fills
     # the tensor on the device, whereas torch.tensor would wait for a copy from the CPU.
     stop_vote = torch.full((), float(run.signals.received), device=world.device)
     votes = torch.stack([loss_of_rank, grad_norm.float(), stop_vote])
@@ -166,12 +166,12 @@ def train_step(run: Run) -> StepResult:
 
     notice = ""
     if math.isfinite(mean_loss) and math.isfinite(mean_norm):
-        # Set at each step; a scheduler object would be more state to save.
+        # Set the rate at each step, because a scheduler object would be more state to save.
         for group in run.optimizer.param_groups:
             group["lr"] = learning_rate(run.step, config)
         run.scaler.step(run.optimizer)
     elif config.fp16 and math.isfinite(mean_loss) and run.scaler.get_scale() > 1:
-        # This is normal: the scaler starts too high, and later tries higher scales again.
+        # This is normal: the initial scale is too high, and later the scaler retries higher ones.
         notice = "not applied: the gradient overflowed float16, so the loss scale is halved"
     else:
         raise_not_finite(run, mean_loss, mean_norm, float(loss_of_rank))
@@ -184,10 +184,10 @@ def train_step(run: Run) -> StepResult:
 def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: float):
     """Save the run as it was before this step, then raise NumericalError."""
     config = run.config
-    # All ranks saw the same sums, so all are here and collectives still work.
+    # All ranks saw the same sums, so every rank gets here and collectives still work.
     losses = run.world.gather(loss_of_rank)
     ranks = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
-    # Nothing was updated, so the weights are good. Rewind the loader, so no step is lost.
+    # The weights were not updated, so they are good. Rewind the loader so that no step is lost.
     end = run.loader.position
     run.loader.position -= config.batch_tokens // config.seq_len
     if run.saved_step != run.step:
@@ -208,9 +208,9 @@ def train(run: Run) -> int:
     """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
     config = run.config
     if run.step == 0 and config.init_from:
-        save(run)  # saves foreign weights as a checkpoint: --steps 1 converts them
-    # Random weights must have a loss near ln(vocab_size), or something is wrong. A resumed run
-    # repeats an evaluation that is due, because the previous process may have died in it.
+        save(run)  # so that --steps 1 converts other formats to a checkpoint
+    # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
+    # repeats an evaluation that is due, because the previous process may have died during it.
     evaluate_if_due(run)
     while run.step < config.steps:
         run.signals.phase = Phase.UNSAVED  # from here on, a signal waits for the step and its save
@@ -218,12 +218,12 @@ def train(run: Run) -> int:
         result = train_step(run)
         log_step(run, result, time.perf_counter() - started)
 
-        # Save before evaluating: if the evaluation fails or is killed, no step is lost, and the
-        # checkpoint with the best validation loss is always on disk.
+        # Save before evaluating, so that no step is lost if the evaluation fails or is killed, and
+        # the checkpoint with the best validation loss is always on disk.
         save_due = is_due(run.step, config.save_every, config.steps)
         if result.stop or save_due or is_due(run.step, config.eval_every, config.steps):
             save(run)
-            # Ask again: a signal may have come during the save.
+            # Check again, because a signal may have come during the save.
             if any(run.world.gather(run.signals.received)):
                 return stop(run)
         evaluate_if_due(run)
@@ -232,12 +232,12 @@ def train(run: Run) -> int:
 
 
 def is_due(step: int, every: int, last_step: int) -> bool:
-    """Return whether something is due: every so many steps (0: never), and after the last one."""
+    """Return whether an action is due: every `every` steps (0: never), and after the last step."""
     return step == last_step or (every > 0 and step % every == 0)
 
 
 def log_step(run: Run, result: StepResult, seconds: float):
-    """Log a step, and print its line if it is due. `seconds` does not include a save."""
+    """Log a step, and print a line if one is due. `seconds` does not include saving."""
     config, step = run.config, run.step
     run.log.recent_seconds.append(seconds)
     tokens_per_s = config.batch_tokens / seconds
@@ -269,7 +269,7 @@ def log_step(run: Run, result: StepResult, seconds: float):
         record["notice"] = result.notice
         text += f" | {result.notice}"
     run.log.record(**record)
-    # Always print a process's first step: all is well, and this is how long it will take.
+    # Always print a process's first step, which shows that all is well and how long it will take.
     is_first = step == run.first_step + 1
     log_every = config.log_every or log.default_interval(config.steps)
     if is_first or result.notice or is_due(step, log_every, config.steps):
@@ -279,21 +279,21 @@ def log_step(run: Run, result: StepResult, seconds: float):
 
 
 def evaluate_if_due(run: Run):
-    """Validate, sample and answer questions: before the first step, after the last, and every
-    eval_every steps. Evaluations use their own loader and generator: they never change a run."""
+    """Validate, sample and answer questions before the first step, after the last, and every
+    eval_every steps. Evaluations use their own loader and generator, so they never change a run."""
     config, world, tokenizer = run.config, run.world, run.data.tokenizer
     if run.step > 0 and not is_due(run.step, config.eval_every, config.steps):
         return
     if config.eval_tokens:
         figures = evaluate.validate(run.net, run.model, run.val_loader, tokenizer, config, world)
-        # Record only saved steps, so that the best one is on disk. nan can't be the best.
+        # Record only saved steps, so that the best one is on disk. A nan can't be the best loss.
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
             run.val_losses[run.step] = figures["val_loss"]
         run.log.record(step=run.step, **figures)
         run.log.print(f"validation after step {run.step}: {evaluate.format_metrics(figures)}")
         report.warn_if_overfitting(run)
     if run.step == 0 and not config.init_from:
-        return  # random weights have nothing to say
+        return  # random weights would produce only noise
     if config.num_samples and world.is_main:
         text = evaluate.samples(run.model, tokenizer, config)
         run.log.record(step=run.step, sample=text)
@@ -303,7 +303,7 @@ def evaluate_if_due(run: Run):
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
     draw(run)
-    # Wait for the main rank now, not inside a step: now a signal stops all ranks at once.
+    # Wait for the main rank here, where a signal stops all ranks at once, not inside a step.
     world.barrier()
 
 
@@ -317,7 +317,7 @@ class Plan(NamedTuple):
     off: dict[str, str]  # speed-ups that are off by default, and why
     is_new: bool  # whether out_dir did not exist yet
     start: Path | None  # the checkpoint or weights that the run starts from
-    state: dict | None  # that checkpoint's state.json
+    state: dict | None  # state.json, if start is a checkpoint of the run
     data: TokenFolder
     vocab_size: int
     questions: list[evaluate.Question]
@@ -326,14 +326,14 @@ class Plan(NamedTuple):
 def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -> Plan:
     """Plan a run, or an evaluation if lock is None. Only the main rank calls this. Every mistake in
     flags or files raises UserError here, before the run has written anything."""
-    is_new = not out_dir.exists()
+    is_new = not os.path.exists(out_dir)
     if lock and not is_new:
-        run_folder.take_folder(out_dir, lock, is_new)  # now, so that no other run adds a checkpoint
+        run_folder.take_folder(out_dir, lock, is_new)  # before another run adds a checkpoint
     start, state = find_start(typed, out_dir)
     source = read_weights(start) if start else None
     config, off = resolve(typed | {"out_dir": str(out_dir)}, state, source, world.device)
     if lock:
-        config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if not whole
+        config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if fractional
     data, vocab_size = corpus.open_data(config, source)
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
@@ -342,7 +342,7 @@ def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -
 
 
 def find_start(typed: dict, out_dir: Path) -> tuple[Path | None, dict | None]:
-    """Return the checkpoint or weights that a run starts from, and the state of a checkpoint."""
+    """Return the checkpoint or weights that a run starts from, and the checkpoint's state."""
     init_from, eval_only = typed.get("init_from"), typed.get("eval_only")
     path = None if init_from and eval_only else checkpoint.newest(out_dir)
     if path:
@@ -379,7 +379,7 @@ def is_complete(plan: Plan, out_dir: Path) -> bool:
 
 
 def check_files_agree(plan: Plan, world: World):
-    """Raise UserError if this rank's machine has different files from the main rank's."""
+    """Raise UserError if files on this rank's machine differ from those of the main rank."""
     found = {"the data": world.call_on_all(open_folder, plan.data.folder).fingerprint}
     if plan.start and plan.state:
         found["the checkpoint"] = checkpoint.fingerprint(plan.start)
@@ -387,7 +387,7 @@ def check_files_agree(plan: Plan, world: World):
 
 
 def make_model(plan: Plan, world: World) -> GPT:
-    """Return the network, on the CPU, with random weights or those of plan.start."""
+    """Return the network on the CPU, with random weights or the weights in plan.start."""
     config = plan.config
     # With the same seed, every rank draws the same initial weights.
     model = GPT(config.shape(plan.vocab_size), config.compute_config(), config.seed)
@@ -398,7 +398,7 @@ def make_model(plan: Plan, world: World) -> GPT:
 
 
 def check_can_save(model: GPT, plan: Plan, out_dir: Path):
-    """Raise an error if the network can't be saved and read back, or the disk is too small."""
+    """Raise an error if the network can't be saved and read back, or if the disk is too small."""
     if not plan.state:
         checkpoint.check_round_trip(model, plan.data.tokenizer, out_dir)
     num_params = sum(p.numel() for p in model.parameters())
@@ -418,7 +418,7 @@ def fit_micro_batch(model: GPT, plan: Plan, world: World) -> tuple[nn.Module, in
 
 def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
     """Return a run that is ready to train, or None if it is already complete. call_on_main calls a
-    function on the main rank and returns its result on every rank; all else runs on every rank."""
+    function on the main rank and returns its result on every rank. The rest runs on every rank."""
     name, resume = typed.get("out_dir", ""), typed.get("resume", False)
     out_dir = world.call_on_main(run_folder.choose_out_dir, name, resume)
     lock = FileLock(out_dir / run_folder.LOCK)
@@ -440,7 +440,7 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
     model.to(world.device)
     net, B = fit_micro_batch(model, plan, world)
 
-    # Start Weights & Biases before the log: if it fails, the run has logged nothing yet.
+    # Start Weights & Biases before the log, so that a failure comes before anything is logged.
     wandb_run = None
     if config.wandb:
         wandb_run = world.call_on_all(log.start_wandb, out_dir, world.is_main)
@@ -464,8 +464,8 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
     )
     if state and plan.start:
         restore(run, plan.start, state)
-    # After its first backward pass DDP rebuilds its buckets, and then sums in another order. Get
-    # that over with, or a resumed run would differ from an uninterrupted one in the last bits.
+    # After its first backward pass, DDP rebuilds its buckets and then sums in another order. Do
+    # this now, or a resumed run would differ from an uninterrupted one in the last bits.
     for _ in range(2 if world.size > 1 else 0):
         fit.dummy_pass(net, B, config, world)
     report.print_start(run, typed, plan.off, state)
@@ -492,8 +492,7 @@ def run_program(typed: dict, signals: StopSignals) -> int:
     device.check_torch(torch.__version__)
     world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))
     with process_group(world):
-        # Ranks started with different commands would wait for each other forever, and different
-        # kinds of devices round differently.
+        # With different commands, ranks would wait forever; different devices round differently.
         command = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
         world.check_same(command | {"the processor or GPU": device.device_name(world.device)})
         if typed.get("eval_only"):
@@ -502,7 +501,7 @@ def run_program(typed: dict, signals: StopSignals) -> int:
 
 
 def set_up_and_train(typed: dict, world: World, signals: StopSignals) -> int:
-    # A separate function, so that run and its DDP are freed before the process group ends.
+    # This is a separate function so that run and its DDP are freed before the process group ends.
     run = set_up(typed, world, signals)
     if run is None:
         return ending.DONE
@@ -523,7 +522,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         typed = read_flags(sys.argv[1:] if argv is None else argv, __doc__ or "")
     except UserError as error:
-        if is_main:  # all ranks have the same error
+        if is_main:  # every rank gets the same error
             ending.print_error(f"error: {error}")
         ending.tell_torchrun(f"error: {error}")
         return error.exit_code

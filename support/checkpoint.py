@@ -8,7 +8,7 @@ A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model
     state.json              everything else that a resume needs: see state_of in run.py
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
 
-We write it as step_000250.tmp, sync it, and rename it, so it exists whole or not at all.
+We write it as step_000250.tmp, sync it, and rename it, so a checkpoint is complete or absent.
 """
 
 import hashlib
@@ -53,15 +53,15 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
             (unfinished / name).write_bytes(content)
         save_file(pretrained.hf_weights(model), unfinished / "model.safetensors", {"format": "pt"})
         save_file(optimizer_tensors(model, optimizer), unfinished / "optimizer.safetensors")
-        for file in unfinished.glob("*.safetensors"):  # save_file makes them private to the owner
-            with suppress(OSError):  # some file systems have no modes
+        for file in unfinished.glob("*.safetensors"):  # save_file lets only the owner read them
+            with suppress(OSError):  # some file systems do not support modes
                 shutil.copymode(unfinished / "state.json", file)
-        with ThreadPoolExecutor() as pool:  # both large files at once
+        with ThreadPoolExecutor() as pool:  # to process both large files at once
             lines = list(pool.map(sync_and_sum, sorted(unfinished.iterdir())))
         (unfinished / SUMS).write_bytes("".join(lines).encode())
         sync_and_sum(unfinished / SUMS)
         sync(unfinished)
-        if path.exists():  # damaged: the resume went further back
+        if path.exists():  # a damaged checkpoint, which the resume skipped
             remove(path)
         unfinished.rename(path)
         sync(out_dir)
@@ -97,10 +97,10 @@ def remove(path: Path):
 
 def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
     """Remove all checkpoints except the newest `keep` and the one with the best validation loss. A
-    checkpoint after `step` is a damaged one that the resume skipped: remove it, too."""
+    checkpoint after `step` is removed, too, because it is damaged and the resume skipped it."""
     good = [path for path in checkpoints(out_dir) if step_of(path) <= step]
     validated = [path for path in good if step_of(path) in val_losses]
-    # The earliest if several are equal, as in run.finish, which prints its name.
+    # On a tie, take the earliest, as run.finish does to print the best checkpoint's name.
     best = min(reversed(validated), key=lambda path: val_losses[step_of(path)], default=None)
     for path in checkpoints(out_dir):
         if path not in good[:keep] and path != best:
@@ -109,7 +109,7 @@ def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
 
 def newest(out_dir: Path) -> Path | None:
     """Return the newest checkpoint whose digests are right, or None if there is no checkpoint.
-    Print the name of each damaged one, and raise NoGoodCheckpoint if all are."""
+    Print the name of each damaged checkpoint, and raise NoGoodCheckpoint if all are damaged."""
     paths = checkpoints(out_dir)
     for path in paths:
         try:
@@ -126,7 +126,7 @@ def verify(path: Path):
     """Raise DamagedCheckpoint unless every file of a checkpoint has the digest in SHA256SUMS."""
     file = path / SUMS
     try:
-        # Split at \n only, to catch a bit flip that makes it another line ending.
+        # Split only at \n, to catch a bit flip that turns \n into another line ending.
         *lines, after_last = file.read_bytes().decode("ascii").split("\n")
         names = [line[66:] for line in lines]  # skip 64 digits and two spaces
         if after_last or not set(names) >= REQUIRED:
@@ -137,14 +137,14 @@ def verify(path: Path):
                 digest = hashlib.file_digest(f, "sha256").hexdigest()
             if line != f"{digest}  {name}":
                 raise ValueError(f"its SHA-256 differs from {SUMS}")
-    except (OSError, ValueError) as error:  # OSError: missing, or on a bad sector
+    except (OSError, ValueError) as error:  # OSError: a missing file or a bad sector
         raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
 
 
 def read_state(path: Path) -> dict:
     """Return the state.json of a verified checkpoint. Raise UserError for an unknown format."""
     state = json.loads((path / "state.json").read_bytes())
-    if state["format"] == 3:  # up to 2026-11-25
+    if state["format"] == 3:  # written up to 2026-11-25
         config = state["config"]
         config["schedule"] = "cosine" if config["cosine"] else "constant"
         state["micro_batch_size"] = config["micro_batch_size"]
@@ -154,11 +154,11 @@ def read_state(path: Path) -> dict:
 
 
 def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
-    """Load the optimizer's state, but keep its current options (rate, betas, decay)."""
+    """Load the optimizer's state, but keep its current options (learning rate, betas, decay)."""
     names = {p: name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {names[p]: i for i, p in enumerate(params)}
-    state: dict = {}  # by number, then by name
+    state: dict = {}  # parameter number -> key -> tensor
     for name, tensor in load_file(path / "optimizer.safetensors").items():
         param, _, key = name.rpartition(".")
         if param not in numbers:
@@ -168,14 +168,14 @@ def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
 
 
 def check_round_trip(model: GPT, tokenizer: str, path: Path):
-    """Raise an error unless the network, saved and read back, would be the same. A code change that
-    breaks this fails before the first step, not at a resume. The message names path."""
+    """Raise an error unless saving the network and reading it back would preserve it. Thus, a code
+    change that breaks saving fails before the first step, not at a resume. Messages name path."""
     settings = json.loads(as_json(pretrained.hf_config(model.config, tokenizer)))
     check_same(pretrained.from_hf(settings, pretrained.hf_weights(model), path), model)
 
 
 def check_read_back(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
-    """Raise an error unless a resume would read exactly what was saved in a checkpoint."""
+    """Raise an error unless a resume from this checkpoint would read exactly what was saved."""
     check_same(pretrained.read_hf(path), model)
     written = load_file(path / "optimizer.safetensors")
     for name, tensor in optimizer_tensors(model, optimizer).items():
@@ -202,17 +202,16 @@ def fingerprint(path: Path) -> str:
 
 
 def find_weights(name: str) -> Path:
-    """Return the path of the weights that --init-from names: of a run, its newest checkpoint."""
+    """Return the path of the weights named by --init-from; for a run, its newest checkpoint."""
     path = Path(name)
     if not os.path.lexists(name):
         others = [other.name for other in checkpoints(path.parent)]
         if others:
             raise UserError(f"{name} is not there: {path.parent} has {', '.join(others)}")
-        if path.parent != Path() and path.parent.is_dir():  # not a name on the hub
+        if path.parent != Path() and os.path.isdir(path.parent):  # not a Hugging Face name
             raise UserError(f"--init-from {name}: there is no such file or folder in {path.parent}")
         return pretrained.download(name)
-    if path.is_dir():
-        path = newest(path) or path
+    path = newest(path) or path
     if (path / SUMS).is_file():
         verify(path)
     return path

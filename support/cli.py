@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from support.ending import UserError
 
-# What a resumed run does with another value of a flag:
-#     refuse       end with an error: it would be another network, or other data
-#     inexact      take it, and say that the last bits of the result may change
-#     allow        take it, and say so
-#     per command  take it: the flag belongs to one command, and no checkpoint keeps it
+# What a resumed run does if a flag's value differs from the checkpoint's:
+#     refuse       end with an error, because the network or the data would be different
+#     inexact      use the new value, and say that the last bits of the result may change
+#     allow        use the new value, and say so
+#     per command  use the new value; the flag belongs to one command, so no checkpoint keeps it
 OnResume = Literal["refuse", "inexact", "allow", "per command"]
 
 
@@ -28,8 +28,8 @@ def flag(  # noqa: PLR0913
     max: float = 2**31 - 1,  # noqa: A002
     group: str = "",
 ) -> Any:
-    """Declare a field of a dataclass as a flag. The first flag of each group in --help names it.
-    The group "argument" is for a value without a flag's name, which the user may leave out."""
+    """Declare a dataclass field as a flag. A group starts at the flag that names it in --help. The
+    group "argument" is special: it makes the field an optional positional argument."""
     metadata = {"help": description, "min": min, "max": max, "choices": choices}
     return field(default=default, metadata=metadata | {"on_resume": on_resume, "group": group})
 
@@ -47,7 +47,7 @@ def typed_as(name: str, value) -> str:
 
 
 def check_limits(kind: type, values: dict):
-    """Raise UserError if a value of one of kind's flags is out of its range."""
+    """Raise UserError if the value of any flag of kind is out of range."""
     for f in fields(kind):
         value, low, high = values.get(f.name), f.metadata["min"], f.metadata["max"]
         if isinstance(value, int | float) and not low <= value <= high:  # nan is in no range
@@ -56,7 +56,7 @@ def check_limits(kind: type, values: dict):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises UserError with a cure where argparse would print its usage and exit."""
+    """Raises UserError with a cure, whereas argparse would print its usage and exit."""
 
     synonyms: dict[str, str]  # flag of another program -> what to type instead
 
@@ -83,7 +83,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) -> dict:
     """Return the flags on a command line, by field name. Raise UserError if one is out of range.
-    --help begins with the first line of doc, ends with the others, and shows recipes' defaults."""
+    --help begins with the first line of doc, ends with the rest, and shows recipes' defaults."""
     description, _, epilog = doc.partition("\n")
     parser = OneLineParser(usage="%(prog)s [flags]", description=description, epilog=epilog)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -109,7 +109,7 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
                 if values.get(f.name, f.default) != f.default:
                     defaults.append(f"{recipe} {values[f.name]}")
             text += f" (default: {'; '.join(defaults)})"
-        # SUPPRESS keeps defaults out of the result: it holds only what the user typed.
+        # SUPPRESS keeps defaults out of the result, so that it has only what the user typed.
         group.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **options)
     typed = vars(parser.parse_args([normalized(arg) for arg in argv]))
     check_limits(kind, typed)

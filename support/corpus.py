@@ -1,4 +1,4 @@
-"""A run's data: a folder that the user names, or the source code of Python itself."""
+"""A run's data: either a folder that the user names or Python's standard library."""
 
 import subprocess
 import sys
@@ -16,10 +16,10 @@ from support.tokenizer import load_tokenizer
 
 def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFolder, int]:
     """Return the data, and the vocabulary size of a network trained on it. Raise UserError or
-    ShardError if the weights in `source` can't read the data."""
+    ShardError if the network in `source` can't read the data."""
     folder = Path(config.data_dir)
     if not config.data_dir:
-        # Weights need their tokenizer. New large models use GPT-2's if it is on this machine.
+        # Existing weights need their own tokenizer. New large models use GPT-2's if available.
         if source:
             wants_gpt2 = source.tokenizer != "bytes"
         elif config.model == "nano":
@@ -29,9 +29,9 @@ def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFold
         folder = python_source("gpt2" if wants_gpt2 else "bytes")
     try:
         data = open_folder(folder)
-    except ShardError as error:  # at the start a bad shard is the user's mistake, later the disk's
+    except ShardError as error:  # at the start, a bad shard is a user error, not a disk error
         raise UserError(str(error)) from error
-    # --model gpt2 on bytes keeps its 50,257 rows, so that its size and speed are GPT-2's.
+    # On bytes, --model gpt2 keeps 50,257 embedding rows, to have GPT-2's size and speed.
     vocab_size = SHAPES[config.model].vocab_size
     if source:
         vocab_size = source.shape.vocab_size
@@ -42,17 +42,17 @@ def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFold
 
 
 def python_source(tokenizer: str) -> Path:
-    """Return the folder with the tokens of Python's own source, after preparing it if necessary."""
+    """Return the folder with Python's tokenized standard library. Create it if necessary."""
     folder = Path(f"data/stdlib-{tokenizer}")
     if not folder.exists():
         print(f"no --data-dir: tokenizing Python's standard library into {folder}", flush=True)
         program = Path(__file__).parent.with_name("prepare_data.py")
         subprocess.run([sys.executable, program, "--tokenizer", tokenizer, "--data-dir", folder])
-    return folder  # whether or not that succeeded: another run may have made it first
+    return folder  # even if that failed, because another run may have made the folder first
 
 
 def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int):
-    """Raise UserError or ShardError if a network with this tokenizer ("": any) can't read data."""
+    """Raise UserError or ShardError if the network can't read data. Tokenizer "" means any."""
     for shards in (data.train, data.val):
         ShardLoader(shards, 1, seq_len)  # raises if shards are too short
     if {data.tokenizer, tokenizer} == {"bytes", "gpt2"}:

@@ -17,7 +17,7 @@ from torch import nn
 
 from support.ending import UserError
 
-# Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets. Keys are patterns of names.
+# Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets, by name pattern.
 PEAK_TFLOPS = {
     "NVIDIA H100 PCIe": 756,
     "NVIDIA H[12]00": 989,
@@ -32,13 +32,13 @@ REPO = Path(__file__).parent.parent
 
 
 def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping) -> dict[str, str]:
-    """Return the speed-ups that are off on this device unless they are asked for, and why. Raise
-    UserError if the user asks for one that is not available."""
-    off = {}  # the reason, and what to do instead if this speed-up is not available
+    """Return the speed-ups that are off on this device unless requested, each with its reason.
+    Raise UserError if the user requests one that is not available."""
+    off = {}  # name -> the reason, and a cure if the speed-up is not available
     is_cuda = device.type == "cuda"
-    is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4, a V100
-    # Linux calls a CPU's bfloat16 instructions avx512_bf16, amx_bf16 or, on Arm, bf16. With them, a
-    # step of nano on two cores of an AMD EPYC takes 46 ms instead of 95.
+    is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4 or V100
+    # Linux lists a CPU's bfloat16 instructions as avx512_bf16, amx_bf16 or, on Arm, bf16. They cut
+    # a step of nano on two cores of an AMD EPYC from 95 ms to 46 ms.
     has_instructions = device.type == "cpu" and re.search(r"\w*bf16\b", cpuinfo())
     if not is_cuda or is_old:
         name = device_name(device) if is_cuda else device.type
@@ -47,8 +47,8 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping
         off["bf16"] = f"is only emulated by {name}", "use --fp16"
     elif not is_cuda and not has_instructions:
         off["bf16"] = "gains nothing: this processor has no instructions for it", ""
-    # PyTorch's flash attention for CPUs is slow in bfloat16: that step of nano takes 72 ms with
-    # it, and 124M at T = 256 is 13% slower. Beyond 512, plain attention needs too much memory.
+    # On CPUs, PyTorch's flash attention is slow in bfloat16: the same step takes 72 ms with it, and
+    # 124M at T = 256 is 13% slower. Beyond T = 512, plain attention needs too much memory.
     has_bf16 = asked.get("bf16", "bf16" not in off) and not asked.get("fp16")
     if has_bf16 and has_instructions and seq_len <= 512:
         off["flash"] = "is slower in bfloat16 on a CPU if --seq-len is at most 512", ""
@@ -65,13 +65,13 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping
 
 
 def why_not_compile(device: torch.device) -> tuple[str, str] | None:
-    """Try torch.compile on a small function. If it fails, return why, and a cure."""
+    """Try torch.compile on a small function. If that fails, return the reason and a cure."""
     x = torch.randn(8, 8, device=device, requires_grad=True)
     try:
         torch.compile(nn.GELU(), dynamic=False)(x).sum().backward()
-    except Exception as error:  # Dynamo, Inductor, Triton and C++ raise unrelated classes
+    except Exception as error:  # Dynamo, Inductor, Triton and C++ share no exception class
         missing = "a C++ compiler (g++)"
-        if device.type == "cuda":  # Triton compiles its launchers in C
+        if device.type == "cuda":  # Triton needs a C compiler for its launchers
             missing = "gcc and python3-dev" if find_spec("triton") else "triton (triton-windows)"
         reason = f"fails ({type(error).__name__}: {error!s:.200})"
         return reason, f"install {missing}, or add --no-compile"
@@ -82,22 +82,22 @@ def check_torch(version: str):
     """Raise UserError if this version of torch is too old."""
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) < (2, 5):
-        raise UserError(f"torch {version} is too old, not 2.5 or later: pip install -U torch")
+        raise UserError(f"torch {version} is too old; use 2.5 or later: pip install -U torch")
 
 
 def set_environment():
-    """Set variables that torch reads only once, before the first tensor or compilation."""
+    """Set variables that torch reads only once: before the first tensor or first compilation."""
     # Huge pages for large tensors make a step of 124M on a CPU 3% faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Tanh by exponentials makes a compiled step of nano on a CPU 8% faster, and errs by 2e-7.
+    # Computing tanh from exp makes a compiled step of nano on a CPU 8% faster; its error is 2e-7.
     os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
-    if hasattr(sys.stdout, "reconfigure"):  # a sample may hold what a terminal can't show
+    if hasattr(sys.stdout, "reconfigure"):  # some terminals can't show every character
         sys.stdout.reconfigure(errors="replace")
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
     """Speed-up 2: return a context in which matrix products and attention use dtype, while sums,
-    norms and the loss stay float32. With float32 it does nothing."""
+    norms and the loss stay float32. If dtype is float32, the context does nothing."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
@@ -105,36 +105,36 @@ def set_determinism(enabled: bool, is_compiled: bool):
     """Choose whether the same inputs always give the same bits."""
     if is_compiled:
         torch.use_deterministic_algorithms(enabled)
-    else:  # the same, without importing Inductor, which takes 0.2 s
+    else:  # this has the same effect without importing Inductor, which takes 0.2 s
         torch.set_deterministic_debug_mode("error" if enabled else "default")
-    # Filling uninitialized memory would only help to find bugs.
+    # Don't fill uninitialized memory, which would only help to find bugs.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if enabled:  # cuBLAS needs a fixed workspace to be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def set_allocator(keep_freed: bool):
-    """Make glibc keep the memory of large freed tensors for new ones, or return it to the system
-    (its default). The system clears every page that it hands out, which takes a sixth of a step of
-    GPT-2 124M on a CPU. But kept memory has gaps: don't keep it where memory is short."""
+    """Make glibc keep the memory of large freed tensors for new ones, or return it to the system,
+    as by default. The system clears each page that it hands out, which takes a sixth of a step of
+    GPT-2 124M on a CPU. But kept memory has gaps, so don't keep it if memory is short."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
-        return  # another system's allocator
+        return  # this system does not use glibc
     if keep_freed:
         mallopt(-4, 0)  # M_MMAP_MAX: give no tensor a separate mapping
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
     else:
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: map larger tensors (bytes) separately
+        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, in bytes: map larger tensors separately
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return this device's TFLOP/s in square matrix products."""
+    """Return this device's speed in square matrix products, in TFLOP/s."""
     n = {"cuda": 8192, "mps": 4096}.get(device.type, 1024)
     num_products = 2 if device.type == "cpu" else 20  # so that a GPU rarely idles
     a = torch.randn(n, n, device=device, dtype=dtype)
     (a @ a)[0, 0].item()
-    times: list[float] = []  # s; several, because other programs may slow some of them down
+    times: list[float] = []  # in seconds; we take several, as other programs may slow some down
     deadline = time.perf_counter() + 0.25
     while not times or time.perf_counter() < deadline:
         start = time.perf_counter()
@@ -171,8 +171,8 @@ def cpuinfo() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name or, without a GPU, the processor's with the instructions that PyTorch
-    uses: both may change the last bits of a sum. For Arm, Linux has numbers instead of a name."""
+    """Return the GPU's name or, without a GPU, the processor's name and PyTorch's instruction set,
+    as both may change the last bits of a sum. On Arm, Linux has numbers instead of a name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     parts = re.findall(r"(?m)^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)", cpuinfo())
@@ -181,7 +181,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dict:
-    """Return everything besides the flags that affects a run's results and speed."""
+    """Return everything, apart from the flags, that affects a run's results and speed."""
     return {
         "commit": commit(),
         "torch": str(torch.__version__),
@@ -197,9 +197,9 @@ def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dic
 
 
 def commit() -> str:
-    """Return this program's commit, followed by "-dirty" if files differ from it. Return "" without
-    git, or if the program is inside another repository, whose commit would say nothing."""
-    # Pass --git-dir, because in a git hook GIT_DIR names another repository.
+    """Return this program's commit, with "-dirty" appended if any file differs from it. Return ""
+    without git, or inside another program's repository, whose commit would be irrelevant."""
+    # Pass --git-dir, because inside a git hook GIT_DIR points to another repository.
     command = ["git", "--git-dir", str(REPO / ".git"), "--work-tree", str(REPO)]
     command += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,11 +1,11 @@
-"""How a program ends: exit codes, one-line errors, signals, the watchdog, torchrun's last line.
+"""How a program ends: exit codes, one-line errors, signals, watchdog, and torchrun's last line.
 
 Exit codes: 0 done, or already complete; 1 a bug or a hang, with a traceback; 2 the user's mistake;
 3 stopped by a signal, everything saved; 4 a loss or gradient that is not finite (no update was
-made), or ranks with different weights (nothing was saved); 6 the disk failed or is full; 7 no
-checkpoint is good; 130 stopped by a signal before anything was saved, or by a second signal.
+made), or ranks with different weights (nothing was saved); 6 the disk failed or is full; 7 every
+checkpoint is damaged; 130 stopped by a signal before anything was saved, or by a second signal.
 
-train_gpt2.py imports this module before torch, so it imports only the standard library.
+train_gpt2.py imports this module before torch, so this module needs only the standard library.
 """
 
 import ctypes
@@ -27,20 +27,20 @@ DONE, STOPPED, INTERRUPTED = 0, 3, 130
 
 DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TIMEOUT_S = 900  # a process that makes no progress for this long counts as hung
-SECOND_SIGNAL_S = 2  # the terminal signals every rank, and torchrun then repeats the signal
+SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does so again
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")]
 
-program = "train_gpt2.py"  # each error line begins with this; sample.py changes it
+program = "train_gpt2.py"  # the first word of each error line; sample.py changes it
 
 
 class RunError(Exception):
-    """Ends the program with one line and its exit code. Any other exception is a bug."""
+    """Ends the program with a one-line message and an exit code. Any other exception is a bug."""
 
     exit_code = 1
 
 
 class UserError(RunError):
-    exit_code = 2  # the line names the flag and the cure
+    exit_code = 2  # the message names the flag and the cure
 
 
 class NumericalError(RunError):
@@ -56,21 +56,21 @@ class NoGoodCheckpoint(RunError):
 
 
 def printable(text: str) -> str:
-    """Escape characters that a terminal would obey or can't show: controls other than newline and
-    tab, lone surrogates, and those that change the writing direction."""
+    """Escape characters that a terminal would act on or can't show: control characters other than
+    newline and tab, lone surrogates, and characters that change the writing direction."""
     controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(controls, lambda match: ascii(match[0])[1:-1], text)
 
 
 def print_error(text: str):
-    """Print one line on stderr. Do not fail if nobody reads it any more."""
+    """Print text as one line on stderr. Do not fail if nobody reads stderr any more."""
     with suppress(OSError):
         print(f"{program}: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
 
 
 def tell_torchrun(text: str):
-    """Make torchrun's traceback end with this line. It prints a file of the rank that failed first.
-    That may be any rank, so every rank writes the line, even if only one prints it."""
+    """Make torchrun's traceback end with this text. Torchrun prints the error file of the rank that
+    failed first, which may be any, so every rank writes its file, even if only one prints."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         text = printable(" ".join(text.split()))
@@ -89,15 +89,15 @@ class Phase(Enum):
 
 
 class StopSignals:
-    """Handles stop signals according to the phase of the run. To stop at once, it raises
-    KeyboardInterrupt; in UNSAVED only for a signal more than SECOND_SIGNAL_S after the first. It
-    ignores the SIGHUP of a closed terminal, except under torchrun, which stops its ranks then."""
+    """Handles stop signals according to the phase of the run. To stop at once, the handler raises
+    KeyboardInterrupt; in UNSAVED, only if a signal comes more than SECOND_SIGNAL_S after the first.
+    SIGHUP (a closed terminal) is ignored, except under torchrun, which then stops its ranks."""
 
     def __init__(self, is_main: bool):
         self.is_main = is_main
         self.phase = Phase.STARTING
         self.received_at = math.inf  # time.monotonic() at the first signal
-        self.previous: dict = {}  # the handlers that ours replace
+        self.previous: dict = {}  # the original handlers
 
     @property
     def received(self) -> bool:
@@ -117,39 +117,39 @@ class StopSignals:
         if self.phase is Phase.LEAVING:
             return
         is_first = not self.received
-        # Record it in any case: Python drops a KeyboardInterrupt raised inside a destructor.
+        # Always record the signal, as Python drops a KeyboardInterrupt raised in a destructor.
         now = time.monotonic()
         self.received_at = min(now, self.received_at)
         if self.phase is Phase.UNSAVED and now - self.received_at <= SECOND_SIGNAL_S:
             if is_first and self.is_main:
                 text = "finishing and saving this step; Ctrl-C again after 2 s quits without saving"
-                with suppress(OSError):  # os.write: the signal may have interrupted a print
+                with suppress(OSError):  # os.write, as the signal may have interrupted a print
                     os.write(2, f"\n{text}\n".encode())
             return
         if self.phase is Phase.SAVED:
-            self.phase = Phase.LEAVING  # all is saved: let no second signal cut off the last lines
+            self.phase = Phase.LEAVING  # don't let a second signal cut off the last lines
         raise KeyboardInterrupt
 
 
 def ignore_signals():
-    """Ignore all stop signals. main() installs handlers, and afterwards restores this, so no late
-    signal changes the exit code of a run that has saved everything."""
+    """Ignore all stop signals. main() installs handlers and later ignores signals again, so that a
+    late signal can't change the exit code of a run that has saved everything."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
-    """Print error and return its exit code, or None for a bug, which must show its traceback."""
+    """Print error and return its exit code. Return None for a bug, which needs its traceback."""
     if isinstance(error, KeyboardInterrupt):
         unsaved = "; steps since the last checkpoint are not saved"
         if signals.is_main:
             print_error(f"stopped by a signal{unsaved if signals.phase is Phase.UNSAVED else ''}")
         return INTERRUPTED
-    # Not only RunError: dataloader.py, which imports none of our modules, has exit codes too.
+    # dataloader.py imports none of our modules, so its errors have exit codes without RunError.
     exit_code = getattr(error, "exit_code", None)
     is_saved = signals.phase in (Phase.SAVED, Phase.LEAVING)
     if exit_code is None and signals.received and is_saved and not signals.is_main:
-        return STOPPED  # the main rank stopped first, and this one lost its connection
+        return STOPPED  # the main rank stopped first, so this rank lost its connection
     if exit_code is None and isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         exit_code = DiskError.exit_code
     if exit_code is not None:
@@ -159,8 +159,8 @@ def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
 
 
 def reset_watchdog():
-    """If this is not called again within TIMEOUT_S, print the stacks of all threads and exit with
-    code 1. Each micro-batch, evaluation batch and save calls it."""
+    """Unless called again within TIMEOUT_S, print the stacks of all threads and exit with code 1.
+    Each micro-batch, evaluation batch and save calls this function."""
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=2)
 
 
@@ -170,13 +170,13 @@ def stop_watchdog():
 
 def guard_imports():
     """Make Ctrl-C end the slow import of torch without a traceback. Ask Linux to kill this rank if
-    torchrun dies; otherwise it would keep training, and keep the run's lock."""
+    torchrun dies, because the rank would otherwise keep training and hold the run's lock."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun may have died before prctl was called. If it lives, its store answers.
+        # Torchrun may have died before we called prctl. If it is alive, its store answers.
         try:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             socket.create_connection(address, timeout=60).close()

@@ -1,8 +1,9 @@
-"""Evaluation: validation, samples and questions, for a run and for finished weights."""
+"""Evaluation of a run or of finished weights: validation, samples and questions."""
 
 import codecs
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -31,17 +32,17 @@ def random_seed(*numbers: int) -> int:
 
 
 def to_device(batch: tuple, device: torch.device) -> tuple:
-    # The loader pins memory for CUDA, so the GPU can compute while it copies.
+    # The loader pins memory for CUDA, so the GPU can compute during the copy.
     return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
 
 
 class Question(NamedTuple):
-    """A multiple-choice question as tokens: uint16 arrays, none of them empty."""
+    """A multiple-choice question as tokens, in uint16 arrays that are never empty."""
 
     context: np.ndarray
     choices: list[np.ndarray]
     num_chars: list[int]  # of each choice, without the space before it
-    label: int  # which choice is right
+    label: int  # the index of the right choice
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def validate(
     net: Module, model: GPT, loader: ShardLoader, tokenizer: str, config: TrainConfig, world: World
 ) -> dict[str, float]:
     """Return the mean loss over the first --eval-tokens tokens of loader, in several units."""
-    # The ranks take turns, so any number of them covers the same tokens, in almost equal shares.
+    # The ranks take turns, so any number of ranks covers the same tokens, in nearly equal shares.
     num_sequences = num_val_sequences(config, loader)
     numbers_of_rank = range(world.rank, num_sequences, world.size)
     codec = load_tokenizer(tokenizer)
@@ -65,13 +66,13 @@ def validate(
             num_bytes += int(codec.lengths[batch[1].numpy()].sum())
         x, y = to_device(batch, world.device)
         with autocast(config.dtype, world.device):
-            # net is compiled for full batches; a shorter last one uses the plain model.
+            # net is compiled for full batches, so a shorter last batch uses the plain model.
             loss = net(x, y) if len(numbers) == loader.B else model(x, y)
         loss_sum += loss * len(numbers)
     net.train()
     val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
-    # Not by sum: float32 is exact only up to 2**24. A rank without the tokenizer counts nothing.
+    # Not world.sum, as float32 is exact only up to 2**24. Ranks without the tokenizer send None.
     counts = world.gather(num_bytes if codec else None)
     known = [count for count in counts if count is not None]
     if len(known) == len(counts) and any(known):
@@ -94,7 +95,7 @@ def evaluate_weights(
     model: GPT, data: TokenFolder, questions: list[Question], config: TrainConfig, world: World
 ) -> str:
     """Return what --eval-only prints: the loss, and the fractions of right answers."""
-    # Enough to keep the device busy, if it fits.
+    # Start with enough sequences to keep the device busy, and halve until a pass fits.
     B = 32 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     with torch.no_grad():
         while B > 1 and not pass_fits(model, B, config, world):
@@ -115,7 +116,7 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
     tokenizer = require_tokenizer(tokenizer_name)
     size = model.config.vocab_size
     device = model.lm_head.weight.device
-    # A separate generator: a run's samples do not depend on when they are drawn.
+    # A separate generator makes a run's samples independent of when they are drawn.
     rng = torch.Generator(device).manual_seed(random_seed(config.seed, number))
     # Every document begins with <|endoftext|>, and so does a sample without a prompt.
     ids = tokenizer.encode(config.prompt) or [min(VOCAB_SIZES[tokenizer_name], size) - 1]
@@ -126,7 +127,7 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
     tokens = model.generate(torch.tensor([ids]).to(device), rng, config.temperature, config.top_k)
     for _ in range(config.sample_tokens):
         reset_watchdog()
-        # Not around the yield, where it would also apply to the caller's code.
+        # Keep the yield outside autocast, which would also apply to the caller's code.
         with autocast(config.dtype, device):
             token = int(next(tokens))
         yield decoder.decode(tokenizer.token_bytes(token))
@@ -134,14 +135,14 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
 
 
 def samples(model: GPT, tokenizer: str, config: TrainConfig) -> str:
-    """Return the samples of an evaluation as one text."""
+    """Return all samples of an evaluation as one string."""
     texts = []
     model.eval()
     try:
         for number in range(config.num_samples):
             texts.append("".join(sample(model, tokenizer, config, number)))
     except (FloatingPointError, UserError) as error:
-        texts.append(f"(no sample: {error})")  # a failure must not end a run
+        texts.append(f"(no sample: {error})")  # a failed sample must not end a run
     model.train()
     return "\n---\n".join(texts)
 
@@ -152,8 +153,8 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
         return []
     codec = require_tokenizer(tokenizer)
     if VOCAB_SIZES[tokenizer] > vocab_size:
-        raise UserError(f"--hellaswag: the network knows ids below {vocab_size}, not {tokenizer}'s")
-    if not Path(path).is_file():  # reading a pipe would wait forever
+        raise UserError(f"--hellaswag: {tokenizer} has more ids than the network's {vocab_size}")
+    if not os.path.isfile(path):  # reading a pipe would wait forever
         raise UserError(f"--hellaswag {path}: there is no such file")
     where, examples = f"--hellaswag {path}", []
     try:
@@ -163,19 +164,19 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
                 examples.append(as_example(json.loads(line), codec))
         if not examples:
             raise ValueError("no questions")
-    except Exception as error:  # a record may hold anything
-        cure = "it needs ctx, endings and label; prepare_data.py --download hellaswag fetches some"
+    except Exception as error:  # a record may contain anything
+        cure = "it needs ctx, endings and label; try prepare_data.py --download hellaswag"
         raise UserError(f"{where} is not a valid question ({error!r}): {cure}") from None
     return examples
 
 
 def as_example(record: dict, codec: Tokenizer) -> Question:
-    """Return a record as tokens: its context, and each choice after a space, as in llm.c."""
+    """Return a record's context and choices as tokens. A space precedes a choice, as in llm.c."""
     if "endings" in record:
         context, choices = record["ctx"], record["endings"]
         label = int(str(record["label"]))  # a number in HellaSwag's files, text in Hugging Face's
     else:
-        # lm-evaluation-harness puts ARC's questions in these words.
+        # This is how lm-evaluation-harness words ARC's questions.
         context, choices = f"Question: {record['question']}\nAnswer:", record["choices"]["text"]
         label = record["choices"]["label"].index(record["answerKey"])
     if not (context and all(choices) and 0 <= label < len(choices) >= 2):
@@ -200,11 +201,11 @@ def answers(model: GPT, examples: list[Question], config: TrainConfig, world: Wo
 
 @torch.no_grad()
 def choice_losses(model: GPT, examples: list[Question], device: torch.device) -> list[np.ndarray]:
-    """Return the loss of each choice of each example, in nats, summed over the choice's tokens."""
+    """For each example, return the loss of each choice in nats, summed over its tokens."""
     texts = [(example.context, choice) for example in examples for choice in example.choices]
     lengths = [len(context) + len(choice) for context, choice in texts]
     losses = np.zeros(len(texts))
-    # A pass pads its texts to the longest, the last one, so sort them by length.
+    # A pass pads all its texts to the length of the longest, so sort the texts by length.
     order = sorted(range(len(texts)), key=lengths.__getitem__)
     tokens_per_pass = 16384 if device.type == "cuda" else 2048
     while order:
@@ -218,7 +219,7 @@ def choice_losses(model: GPT, examples: list[Question], device: torch.device) ->
 
 def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tensor:
     """Return the summed loss of each text's answer: (len(texts),). A text is a context and an
-    answer, as tokens. One that is too long for the network loses its beginning."""
+    answer, as tokens. If a text is too long for the network, its beginning is cut off."""
     inputs, targets = [], []
     for context, answer in texts:
         tokens = np.concatenate([context, answer])[-model.config.seq_len - 1 :].astype(np.int64)
@@ -239,8 +240,8 @@ def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tenso
 
 
 def count_right(examples: list[Question], losses: list[np.ndarray]) -> dict[str, int]:
-    """Count the examples whose likeliest choice is right: acc by log-probability, acc_norm by that
-    per character, as in lm-evaluation-harness, acc_norm_tokens per token, as in llm.c."""
+    """Count the examples whose likeliest choice is right by log-probability: in total (acc), per
+    character (acc_norm, like lm-evaluation-harness) or per token (acc_norm_tokens, like llm.c)."""
     right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
     for example, sums in zip(examples, losses, strict=True):
         num_tokens = [len(choice) for choice in example.choices]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path):
-    """Open a binary file that becomes path whole or not at all, even if the power fails."""
+    """Open a binary file that appears at path whole or not at all, even if the power fails."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.unlink(missing_ok=True)  # a killed process left it, or it is a link to elsewhere
+    unfinished.unlink(missing_ok=True)  # it may be left from a killed process, or link elsewhere
     try:
         with open(unfinished, "wb") as f:
             yield f
@@ -22,7 +22,7 @@ def whole_file(path: Path):
 
 
 def sync(folder: Path):
-    """Have the disk keep the names in a folder: a new file is safe only once its name is."""
+    """Sync the names in a folder to disk. Otherwise, a power failure may lose a new file."""
     if os.name == "posix":
         number = os.open(folder, os.O_RDONLY)
         os.fsync(number)

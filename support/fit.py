@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits in memory, and what running out of memory looks like."""
+"""How to find the largest micro-batch that fits in memory, and recognize a lack of memory."""
 
 import gc
 import re
@@ -19,21 +19,21 @@ SAVE_MEMORY = "add --recompute and --loss-chunk-tokens 1024"
 def micro_batch_sizes(
     model: GPT, config: TrainConfig, world: World, state: dict | None
 ) -> Iterator[int]:
-    """Yield the micro-batch sizes to try, largest first: only --micro-batch-size if it is set, else
-    every divisor of the sequences that a rank processes per step. A resumed run begins
-    with the size in state: a different one changes the last bits."""
+    """Yield the micro-batch sizes to try, largest first. If --micro-batch-size is set, yield only
+    that size; otherwise, every divisor of the number of sequences per rank and step. A resumed run
+    begins with the size in state, because a different size changes the last bits."""
     if config.micro_batch_size:
         yield config.micro_batch_size
         return
     num_sequences = config.num_micro_batches(1, world.size)
-    # Start with the lecture's 64 sequences on a GPU, with 4,096 tokens on a CPU.
+    # Start with 64 sequences on a GPU, as in the lecture, or with 4,096 tokens on a CPU.
     largest = 64 if world.device.type == "cuda" else max(1, 4096 // config.seq_len)
     if state and not has_moved(state, world.device):
         largest = state["micro_batch_size"]
     for B in range(min(largest, num_sequences), 0, -1):
         if num_sequences % B:
             continue  # a step must be a whole number of passes
-        # On a GPU, try the plain model first: it takes seconds; compiling for each B, minutes.
+        # On a GPU, try the plain model first: compiling for each B takes minutes, not seconds.
         if world.device.type != "cuda" or pass_fits(model, B, config, world):
             yield B
 
@@ -46,18 +46,18 @@ def does_not_fit(config: TrainConfig) -> UserError:
 
 
 def pass_fits(net: nn.Module, B: int, config: TrainConfig, world: World) -> bool:
-    """Return whether a pass over B sequences fits in memory on every rank: forward, backward and
-    the optimizer's state, or only forward under torch.no_grad()."""
-    held: list[torch.Tensor] = []  # as large as the gradients and the optimizer's state
+    """Return whether a pass over B sequences fits in memory on every rank, including backward and
+    the optimizer's state, except under torch.no_grad()."""
+    held: list[torch.Tensor] = []  # in place of the gradients and the optimizer's state
     fits = True
     try:
         if torch.is_grad_enabled():
-            # AdamW's two moments (Muon has one) in one piece: if a CPU's allocator keeps it, it has
-            # room for huge pages. With many pieces, the first step of 124M took 0.25 s longer.
+            # Hold AdamW's two moments (Muon has one) in one piece, so that huge pages fit into it
+            # if a CPU's allocator keeps it. With many, the first step of 124M took 0.25 s longer.
             num_moments = 2 * sum(p.numel() for p in net.parameters())
             held.append(torch.empty(num_moments, device=world.device))
             held.extend(torch.empty_like(p) for p in net.parameters())
-        dummy_pass(net, B, config, world, sync=False)  # so no rank waits for one that fails
+        dummy_pass(net, B, config, world, sync=False)  # so no rank waits for a failed rank
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -78,13 +78,13 @@ def dummy_pass(net: nn.Module, B: int, config: TrainConfig, world: World, sync: 
     tokens = torch.zeros((B, config.seq_len), dtype=torch.int64, device=world.device)
     with gradient_sync(net, enabled=sync):
         with autocast(config.dtype, world.device):
-            # Two tensors, as in a step: passing one twice would compile the network again.
+            # Pass two tensors, as a step does, because passing one twice would force a recompile.
             loss = net(tokens, tokens.clone())
         if not torch.is_grad_enabled():
             return
         loss.backward()
     for name, p in net.named_parameters():
-        if p.grad is None:  # useless to the network, and fatal for DDP
+        if p.grad is None:  # it is useless, and DDP would fail
             raise RuntimeError(f"{name} gets no gradient")
     net.zero_grad(set_to_none=True)
 

@@ -1,4 +1,4 @@
-"""The documents in files, folders and patterns: what prepare_data.py --input reads.
+"""Reads the documents in the files, folders and patterns of prepare_data.py --input.
 
 A document is a text file, a line of .jsonl, an element of a .json array, or a row of .csv, .tsv or
 .parquet. Only one record, or 512 KiB of a text file, is in memory at a time.
@@ -22,8 +22,8 @@ from support.ending import DISK_ERRNOS, UserError
 PIECE = 1 << 18  # bytes of text to read at a time
 RECORDS = re.compile(r"\.(jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$")
 NOT_TEXT = (b"%PDF-", b"\x1f\x8b", b"(\xb5/\xfd", b"\xff\xd8\xff", b"\xff\xfe", b"\xfe\xff")
-EXTRA_CELLS = "\0cells"  # the key of cells beyond the header: no field has this name
-BOM = b"\xef\xbb\xbf"  # Windows puts it in front of UTF-8
+EXTRA_CELLS = "\0cells"  # the key for cells beyond the header; no field has this name
+BOM = b"\xef\xbb\xbf"  # Windows puts these bytes in front of UTF-8 text
 
 
 def standard_library() -> list[str]:
@@ -33,25 +33,25 @@ def standard_library() -> list[str]:
 
 
 def files_in(inputs: Iterable[str]) -> list[str]:
-    """Return the files that inputs name, each once. Those of a folder or pattern are sorted; hidden
-    ones and links to folders are left out. Raise UserError for a name of no file."""
-    files: dict[str, str] = {}  # by real path, so that each comes once
+    """Return the files that inputs name, each once. Files in a folder or pattern are sorted; hidden
+    files and links to folders are left out. Raise UserError if a name matches no file."""
+    files: dict[str, str] = {}  # by real path, to drop duplicates
     for name in inputs:
         path = Path(name)
         tops = [path]
         if not os.path.exists(name):
-            with suppress(ValueError, OSError):  # not a valid pattern, or too long a name
-                # Unlike glob.glob, it does not follow links, which may go in circles.
+            with suppress(ValueError, OSError):  # an invalid pattern, or a name that is too long
+                # Unlike glob.glob, Path.glob does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         candidates = [str(top) for top in tops]
         for top in tops:
             for folder, names, children in os.walk(str(top)):
-                names[:] = [child for child in names if child[0] != "."]  # .git holds many files
+                names[:] = [child for child in names if child[0] != "."]  # .git has many files
                 candidates += [os.path.join(folder, child) for child in children]
         has_files = False
         for file in sorted(candidates):
             is_hidden = any(part[0] == "." and part not in path.parts for part in Path(file).parts)
-            if not is_hidden and os.path.isfile(file):  # no pipe, no device
+            if not is_hidden and os.path.isfile(file):  # not a pipe or device
                 files.setdefault(os.path.realpath(file), file)
                 has_files = True
         if not has_files:
@@ -61,19 +61,18 @@ def files_in(inputs: Iterable[str]) -> list[str]:
 
 @dataclass
 class Reader:
-    """Reads the documents in files, in order, and counts what is wrong with them."""
+    """Reads the documents in files, in order, and counts problems with them."""
 
     files: list[str]
     text_field: str
     position: int = 0  # bytes read so far
-    notes: dict[str, list] = field(default_factory=dict)  # problem -> [how often, where first]
+    notes: dict[str, list] = field(default_factory=dict)  # problem -> [count, first place]
 
     def note(self, problem: str, where: str):
         self.notes.setdefault(problem, [0, where])[0] += 1
 
     def documents(self) -> Iterator[tuple[int, BinaryIO]]:
-        """Yield each document: its size in bytes, and its text as an open file. Raise UserError if
-        a file is damaged, OSError if the disk is."""
+        """Yield each document's size in bytes and open text. Raise UserError for a damaged file."""
         for file in self.files:
             start = self.position
             try:
@@ -98,7 +97,7 @@ class Reader:
             stream = io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))
         head = stream.peek(8000)[:8000].removeprefix(BOM)
         if kind == "json" and not head.lstrip().startswith(b"["):
-            kind = ""  # like package.json: one text
+            kind = ""  # a single text, like package.json
         num_bad = head.decode(errors="replace").count("\ufffd")
         is_text = not (head.startswith(NOT_TEXT) or b"\0" in head or 2 * num_bad > len(head))
         if kind != "parquet" and not is_text:
@@ -111,13 +110,13 @@ class Reader:
         else:
             if not head:
                 self.note("skipped, empty", raw.name)
-            if num_bad > 1:  # one may be a character that the head cuts
+            if num_bad > 1:  # one may be a character cut off at the end
                 self.note("kept, with bytes that are not UTF-8", raw.name)
             stream.read(len(BOM) if stream.peek().startswith(BOM) else 0)
             yield os.path.getsize(raw.name), stream
 
     def text_of(self, record, where: str) -> bytes | None:
-        """Return the text of a record, or None if it has none. Note what is wrong with it."""
+        """Return the text of a record, or None if it has no text. Note any problem with it."""
         text = record
         if isinstance(record, dict):
             text = record.get(self.text_field)
@@ -141,7 +140,7 @@ class Reader:
 
 
 def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
-    """Yield the lines, elements or rows of a file: dicts, or anything else."""
+    """Yield the lines, elements or rows of a file, which are dicts or anything else."""
     if kind == "jsonl":
         for line in stream:
             record = None
@@ -160,7 +159,7 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
             yield from rows.to_pylist()
     else:
         header = stream.peek(8000)[:8000].partition(b"\n")[0]
-        # Where a comma is the decimal point, spreadsheets write semicolons.
+        # Where the decimal point is a comma, spreadsheets separate cells with semicolons.
         has_semicolons = header.count(b";") > header.count(b",")
         delimiter = "\t" if kind == "tsv" else ";" if has_semicolons else ","
         with io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="") as text:
@@ -168,8 +167,8 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
 
 
 def table_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator:
-    """Yield the rows of a table, None for one whose quotes are wrong. Raise ValueError if the last
-    one has a quote that never closes: it may have swallowed most of the file."""
+    """Yield the rows of a table, and None for a row whose quotes are wrong. Raise ValueError if a
+    quote in the last row never closes, since that row may have swallowed most of the file."""
     csv.field_size_limit(1 << 28)
     table = csv.DictReader(text, restkey=EXTRA_CELLS, delimiter=delimiter, strict=True)
     while True:
@@ -190,28 +189,28 @@ def elements(stream: io.TextIOWrapper) -> Iterator:
     text, block = "", stream.read(1 << 14).lstrip()[1:]
     while block and len(text) < 1 << 28:
         text = (text + block).lstrip(" \t\r\n,")
-        with suppress(ValueError):  # the last element of text is not whole yet
+        with suppress(ValueError):  # the last element of text may be incomplete
             while not text.startswith("]"):
                 value, end = decode(text)
                 if end == len(text):
-                    break  # a number may go on in the next block
+                    break  # a number may continue in the next block
                 yield value
                 text = text[end:].lstrip(" \t\r\n,")
-        # Small blocks, since each element copies what follows it.
+        # Keep blocks small, since removing an element copies the rest of the text.
         block = stream.read(max(1 << 14, len(text)))
     if not text.startswith("]"):
         raise ValueError("its array has no end, or an element that is not JSON")
 
 
-# Where GPT-2's pattern always begins a token: at white space after something visible, and at the
-# last of several white spaces before something visible. We leave out the bytes that end or begin
-# white space of several bytes, such as U+00A0, though they are in other letters too.
+# GPT-2's pattern always begins a token at white space after a visible character, and at the last of
+# several white-space characters before a visible one. We exclude bytes that end or begin multi-byte
+# white space, such as U+00A0, although those bytes occur in other characters too.
 BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^\s\xc2\xe1-\xe3])")
 
 
 def pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield a document in pieces of about PIECE bytes. No token spans a cut, so the tokens of the
-    pieces are the document's, and a document of any length takes little memory."""
+    """Yield a document in pieces of about PIECE bytes, so that any length takes little memory. No
+    token spans a cut, so the pieces have the same tokens as the whole document."""
     text = block = stream.read(PIECE)
     while block:
         block = stream.read(PIECE)

@@ -1,4 +1,4 @@
-"""A run's output, never read back: log.jsonl, the terminal, Weights & Biases, loss.png."""
+"""A run's output, which is never read back: log.jsonl, terminal, Weights & Biases and loss.png."""
 
 import hashlib
 import json
@@ -21,17 +21,17 @@ from support.run_folder import LOG
 
 
 class Log:
-    """Writes log.jsonl, one JSON record per line, and prints. It does so only on the main rank."""
+    """Writes log.jsonl, one JSON record per line, and prints, but only on the main rank."""
 
     def __init__(self, out_dir: Path, is_main: bool, wandb_run: Any = None):
         self.is_main = is_main
         self.wandb_run = wandb_run
         self.has_warned = False  # of overfitting
-        self.recent_seconds: deque[float] = deque(maxlen=100)  # of the last steps
+        self.recent_seconds: deque[float] = deque(maxlen=100)  # durations of the last steps
         if not is_main:
             return
         self.file = open(out_dir / LOG, "ab+")
-        # A kill may have cut off the last line. Leave it, and start a new one.
+        # If a killed process left an incomplete last line, keep it and start a new line.
         if self.file.tell():
             self.file.seek(-1, os.SEEK_END)
             if self.file.read(1) != b"\n":
@@ -49,7 +49,7 @@ class Log:
             self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
             self.file.flush()
         except OSError as error:
-            error.filename = str(self.file.name)  # Python sets this only when opening fails
+            error.filename = str(self.file.name)  # Python sets the name only if opening fails
             raise
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         if self.wandb_run and "step" in fields and numbers:
@@ -66,7 +66,7 @@ class Log:
 
 
 def show(text: str, end: str = "\n"):
-    """Print, if anybody still reads: `| head` or a closed terminal must not stop a run."""
+    """Print text. A reader that is gone (`| head`, a closed terminal) must not stop a run."""
     try:
         print(printable(text), end=end, flush=True)
     except OSError:
@@ -79,11 +79,11 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def in_notebook() -> bool:
-    return "JPY_PARENT_PID" in os.environ  # set by Jupyter, and inherited
+    return "JPY_PARENT_PID" in os.environ  # set by Jupyter, and inherited by child processes
 
 
 def default_interval(num_steps: int) -> int:
-    """Return the steps between lines on stdout: 1 on a terminal, elsewhere for 20 lines in all."""
+    """Return the number of steps per line on stdout: 1 on a terminal, otherwise 1/20 of the run."""
     return 1 if is_terminal(sys.stdout) else math.ceil(num_steps / 20)
 
 
@@ -103,18 +103,18 @@ def start_wandb(out_dir: Path, is_main: bool) -> Any:
 
         run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
         return wandb.init(name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow")
-    except Exception as error:  # wandb raises all sorts
+    except Exception as error:  # wandb raises many kinds of exceptions
         cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
         raise UserError(f"--wandb: {error!s:.200}: {cure}") from error
 
 
 def is_drawn(step: int, num_steps: int) -> bool:
-    """Return whether loss.png and checkpoints keep this step's loss: they keep at most 1,000."""
+    """Return whether loss.png and checkpoints keep this step's loss. They keep at most 1,000."""
     return step % math.ceil(num_steps / 1000) == 0
 
 
 def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: dict[int, float]):
-    """Draw losses by step into path. Raise ImportError if matplotlib is not installed."""
+    """Plot losses by step into path. Raise ImportError if matplotlib is not installed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.8), layout="constrained")

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks, AdamW for all other parameters, as one optimizer."""
+"""One optimizer: Muon for the matrices of the blocks, and AdamW for all other parameters."""
 
 import math
 from collections import defaultdict
@@ -11,12 +11,12 @@ from support.ranks import World
 
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2
-RMS = 0.2  # target size of an update: typical of AdamW (Liu et al.)
-MAX_ENTRIES = 1 << 25  # that a rank makes orthogonal at a time, in 7 times 128 MiB of memory
+RMS = 0.2  # target size of an update, typical of AdamW (Liu et al.)
+MAX_ENTRIES = 1 << 25  # that a rank orthogonalizes at a time, using 7 times 128 MiB of memory
 
 
 class Matrix(NamedTuple):
-    """A matrix with its gradient and state, perhaps views into larger tensors."""
+    """A matrix with its gradient and state, all of which may be views of larger tensors."""
 
     weight: Tensor  # (rows, columns)
     grad: Tensor  # (rows, columns)
@@ -27,20 +27,20 @@ class Matrix(NamedTuple):
 class MuonAdamW(torch.optim.AdamW):
     """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
     matrix with the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), we
-    divide each row, one neuron's, by the root mean square of its past updates. Last, we scale the
+    divide each neuron's row by the root mean square of its past updates. Finally, we scale the
     update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"), so one
-    learning rate serves both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
+    learning rate suits both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
-        """Take AdamW's groups and options, and pairs of a parameter and the rows of each matrix
-        that is stacked in it. With bf16, make these matrices orthogonal in bfloat16."""
+        """Take AdamW's groups and options, and for each parameter of Muon the numbers of rows of
+        the matrices stacked in it. With bf16, orthogonalize these matrices in bfloat16."""
         super().__init__(groups, **options)
         self.matrices = matrices
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.world = world
 
     def __setstate__(self, state: dict):
-        # load_state_dict calls this. AdamW's version expects a step count for each parameter.
+        # load_state_dict calls this method. AdamW's would need a step count for every parameter.
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class MuonAdamW(torch.optim.AdamW):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
                 state["row_moment"] = p.new_zeros(len(p), 1)
-            weights = p.split(rows)  # a view, like the next three
+            weights = p.split(rows)  # views, as are the next three
             grads = p.grad.split(rows)
             momenta = state["momentum_buffer"].split(rows)
             row_moments = state["row_moment"].split(rows)
@@ -65,7 +65,7 @@ class MuonAdamW(torch.optim.AdamW):
                 self.update(matrices[start : start + batch_size])
 
     def update(self, matrices: list[Matrix]):
-        """Update matrices of one shape."""
+        """Update matrices that have the same shape."""
         lr = self.param_groups[0]["lr"]
         weight_decay = self.param_groups[0]["weight_decay"]
         for m in matrices:
@@ -97,9 +97,9 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return roughly the nearest orthogonal matrices: (n, rows, columns) in dtype. Five steps of a
-    Newton-Schulz iteration with Jordan's coefficients. In float32, singular values above a 500th
-    of the matrix's norm end between 0.68 and 1.21."""
+    """Return roughly the nearest orthogonal matrices: (n, rows, columns) in dtype. This takes five
+    steps of a Newton-Schulz iteration with Jordan's coefficients. In float32, singular values above
+    1/500 of the matrix's norm end up between 0.68 and 1.21."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if is_tall else matrices
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)

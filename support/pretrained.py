@@ -1,5 +1,5 @@
-"""Converts weights between Hugging Face's GPT-2 and ours, and from nanoGPT's and build-nanogpt's to
-ours. Nothing in a file is executed: a .pt is read with weights_only=True."""
+"""Converts weights between Hugging Face's format and ours, and from the formats of nanoGPT and
+build-nanogpt to ours. No code in a file is run, since a .pt is read with weights_only=True."""
 
 import json
 import re
@@ -18,14 +18,14 @@ from support.tokenizer import load_gpt2
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
 HUB_FILES = ["config.json", "*.safetensors", "merges.txt", "vocab.json"]
-UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # masks of old files; tied to wte
+UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # masks in old files; wte again
 WRAPPERS = r"^(module\.|_orig_mod\.|transformer\.)+"  # name prefixes of DDP, compile and GPT
 SHAPE = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}  # ours -> theirs
 HF_SHAPE = SHAPE | {"seq_len": "n_positions"}
 NANOGPT_SHAPE = SHAPE | {"seq_len": "block_size"}
-HF_SETTINGS = {  # the values of config.json that we support; the first one is its default
+HF_SETTINGS = {  # the values in config.json that we support, with the default first
     "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names for one function
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "tie_word_embeddings": (True,),
@@ -35,23 +35,23 @@ HF_SETTINGS = {  # the values of config.json that we support; the first one is i
 }
 OUR_KEY = "train_gpt2"  # in config.json of our checkpoints: GPTConfig's fields and the tokenizer
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
-# The tokenizer by vocabulary size. GPT-2's may be padded, or have tokens for a chat.
+# The tokenizer for a vocabulary size. GPT-2's vocabulary may have padding or chat tokens.
 GUESSES = {VOCAB_SIZES["bytes"]: "bytes"} | dict.fromkeys(range(50257, 50433), "gpt2")
 UNREADABLE = "is not a readable GPT-2, or was written by another version of this code"
 
 
 @dataclass
 class Pretrained:
-    """The weights of a network, and what their files say about it."""
+    """The weights of a network, and its properties according to their files."""
 
     path: Path
     shape: GPTConfig
-    weights: dict[str, Tensor]  # by name and in the layout of GPT, float32, without padded rows
+    weights: dict[str, Tensor]  # GPT's names and layout, in float32, without padded rows
     tokenizer: str  # "gpt2", "bytes" or "unknown"
 
 
 def load_weights(model: GPT, source: Pretrained):
-    """Move the weights of source into model, which may have fewer positions, and padded rows: 0."""
+    """Move source's weights into model, which may have fewer positions. Padded rows become 0."""
     weights, source.weights = source.weights, {}
     for name, param in model.named_parameters():
         p = param.detach()
@@ -72,7 +72,7 @@ def hf_weights(model: GPT) -> dict[str, Tensor]:
 
 
 def hf_config(config: GPTConfig, tokenizer: str) -> dict:
-    """Return the content of config.json: a GPT-2 for Hugging Face's tools, and our shape."""
+    """Return the content of config.json: settings for Hugging Face's tools, and our shape."""
     shape = asdict(config)
     settings: dict = {name: values[0] for name, values in HF_SETTINGS.items()}
     settings |= {theirs: shape[ours] for ours, theirs in HF_SHAPE.items()}
@@ -84,13 +84,13 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
     settings[OUR_KEY] = {"shape": shape, "tokenizer": tokenizer}
     for f in fields(GPTConfig):
         if f.name not in (*HF_SHAPE, "pad_vocab") and shape[f.name] != f.default:
-            # Somebody has changed the network: transformers must refuse it, not load it as GPT-2.
+            # The network has been modified, so transformers must not load it as a GPT-2.
             settings |= {"model_type": OUR_KEY, "architectures": []}
     return settings
 
 
 def read_weights(path: Path) -> Pretrained:
-    """Return the weights in a folder in Hugging Face's format, or in a .pt of nanoGPT's kind."""
+    """Return the weights in a folder in Hugging Face's format, or in a .pt file like nanoGPT's."""
     if path.name == "model.safetensors":
         path = path.parent
     load_gpt2(path if path.is_dir() else path.parent)  # the tokenizer, if it is there
@@ -101,12 +101,12 @@ def read_weights(path: Path) -> Pretrained:
     except Exception as error:  # a file may hold anything, so any line may fail in any way
         reason = f"{type(error).__name__}: {error!s:.300}"
         if "Weights only" in reason:
-            reason = "it holds more than tensors, which could run code"
+            reason = "it holds objects that could run code, not only tensors"
         raise UserError(f"{path} {UNREADABLE}: {reason}") from error
 
 
 def download(name: str) -> Path:
-    """Return the folder of a model on the Hugging Face hub, downloaded if it is not cached."""
+    """Download a model from the Hugging Face hub unless it is cached, and return its folder."""
     try:
         from huggingface_hub import snapshot_download
 
@@ -121,7 +121,7 @@ def read_hf(folder: Path) -> Pretrained:
     """Return the weights in a folder in Hugging Face's format."""
     path = folder / "model.safetensors"
     if not path.exists() and (folder / "pytorch_model.bin").exists():
-        path = folder / "pytorch_model.bin"  # from before safetensors
+        path = folder / "pytorch_model.bin"  # predates safetensors
     return from_hf(read_file(folder / "config.json"), read_file(path), folder)
 
 
@@ -132,7 +132,7 @@ def from_hf(settings: dict, tensors: dict[str, Tensor], folder: Path) -> Pretrai
         if name.endswith(CONV1D):
             weights[name] = tensor.transpose(0, -1)
     if OUR_KEY in settings:
-        ours = settings[OUR_KEY]  # a field added to GPTConfig since then has its default
+        ours = settings[OUR_KEY]  # a field added to GPTConfig since then gets its default
         return checked(folder, ours["shape"], weights, str(ours["tokenizer"]))
     for name, values in HF_SETTINGS.items():
         value = settings.get(name, values[0])
@@ -149,9 +149,9 @@ def read_nanogpt(path: Path) -> Pretrained:
     shape = {name: settings.get(theirs) for name, theirs in NANOGPT_SHAPE.items()}
     weights = renamed(saved["model"])
     if not any(name.endswith("bias") for name in weights):
-        for name in weights.keys() - {WTE, WPE}:  # nanoGPT's --bias=False is biases of 0
+        for name in weights.keys() - {WTE, WPE}:  # nanoGPT's --bias=False acts like biases of 0
             weights[f"{name.removesuffix('weight')}bias"] = torch.zeros(len(weights[name]))
-    if shape["vocab_size"] == 50304:  # both pad GPT-2's vocabulary
+    if shape["vocab_size"] == 50304:  # both projects pad GPT-2's vocabulary
         shape["vocab_size"] = VOCAB_SIZES["gpt2"]
         weights[WTE] = weights[WTE][: VOCAB_SIZES["gpt2"]]
     return checked(path, shape, weights)
@@ -162,7 +162,7 @@ def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pret
     config = GPTConfig(**shape)
     if config.n_layer > len(weights):  # before building a network that deep
         raise UserError(f"{path} holds {len(weights)} tensors for {config.n_layer} layers")
-    with torch.device("meta"):  # names and sizes only, without memory
+    with torch.device("meta"):  # creates only names and sizes, using no memory
         expected = dict(GPT(replace(config, pad_vocab=False)).named_parameters())
     missing = sorted(expected.keys() - weights.keys())[:1]
     unknown = sorted(weights.keys() - expected.keys())[:1]
@@ -173,7 +173,7 @@ def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pret
             sizes = f"{tuple(tensor.shape)}, not {tuple(expected[name].shape)}"
             raise UserError(f"{path}: {name} has the shape {sizes}")
         if tensor.layout != torch.strided or not tensor.is_floating_point():
-            raise UserError(f"{path}: {name} is no plain tensor of floating-point numbers")
+            raise UserError(f"{path}: {name} is not a plain floating-point tensor")
         weights[name] = tensor.detach().float()
         # An inf or nan survives a sum, which is ten times as fast as isfinite().all().
         if not weights[name].sum().isfinite():
@@ -188,14 +188,14 @@ def renamed(weights: dict) -> dict:
 
 
 def read_file(path: Path) -> dict:
-    """Return the content of a .json file, a .safetensors file or a file of torch.save."""
+    """Return the content of a .json file, a .safetensors file or a file written by torch.save."""
     if not path.is_file():  # reading a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
     if path.suffix == ".json":
         return json.loads(path.read_bytes())
     if path.suffix == ".safetensors":
         return load_file(path)
-    # build-nanogpt's holds an object of its class. We read its numbers without its code.
+    # A file of build-nanogpt holds a GPTConfig object. Read its numbers without its code.
     stand_ins: list = [(SimpleNamespace, f"{file}.GPTConfig") for file in ("__main__", "model")]
     with torch.serialization.safe_globals(stand_ins):
         return torch.load(path, "cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""The processes of a run, its ranks: how they connect, sum, compare and end together."""
+"""The ranks (processes) of a run: how they connect, add and compare values, and end together."""
 
 import gc
 import os
@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks that torchrun started; without torchrun it is the only
-    one. Every method is a collective: all ranks must call it, in the same order."""
+    """This process's place among the ranks that torchrun started, or as the only rank without
+    torchrun. All methods are collective: all ranks must call the same ones in the same order."""
 
     rank: int
     size: int
@@ -33,7 +33,7 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of values, (n,) float32, over the ranks: one all-reduce, in place."""
+        """Sum values, (n,) float32, over the ranks in place by one all-reduce, and return them."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
@@ -45,7 +45,7 @@ class World:
         dist.all_gather(parts, parts[self.rank].clone())
 
     def gather(self, value: Result) -> list[Result]:
-        """Return the values of all ranks, on every rank. Each waits for all others."""
+        """Return the values of all ranks on every rank. Each rank waits for all others."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
@@ -56,20 +56,20 @@ class World:
         self.gather(None)
 
     def call_on_main(self, function: Callable[..., Result], *args) -> Result:
-        """Call function(*args) on the main rank, and return its result on every rank. If it
-        raises, every rank ends, and the main rank says why."""
+        """Call function(*args) on the main rank, and return its result on every rank. If the
+        call raises an error, every rank ends, and the main rank prints the reason."""
         result = self.call_on_all(lambda: function(*args) if self.is_main else None)
         return self.gather(result)[0]  # type: ignore[return-value]  # the main rank's is a Result
 
     def call_on_all(self, function: Callable[..., Result], *args) -> Result:
-        """Call function(*args) on every rank, and return this rank's result. If it raises on any
-        rank, every rank ends, and the first rank that failed says why."""
+        """Call function(*args) on every rank, and return this rank's result. If the call fails on
+        any rank, every rank ends, and the first rank that failed prints the reason."""
         if self.size == 1:
             return function(*args)
         result = error = None
         try:
             result = function(*args)
-        except Exception as raised:  # raised below, after the others know
+        except Exception as raised:  # raised below, after all ranks know of it
             error = raised
         codes = self.gather((getattr(error, "exit_code", 1), str(error)) if error else (0, ""))
         for rank, (code, text) in enumerate(codes):
@@ -81,14 +81,14 @@ class World:
         return result  # type: ignore[return-value]  # no rank has an error, so this one has a result
 
     def end_all(self, error: RunError):
-        """Raise an error that all ranks have on the main rank; exit the others with its code."""
+        """Raise error, which all ranks have, on the main rank. Exit the others with its code."""
         if self.is_main:
             raise error
         tell_torchrun(f"error: {error}")
         sys.exit(error.exit_code)
 
     def check_same(self, values: dict):
-        """Raise UserError if any of these named values differs from the main rank's."""
+        """Raise UserError if any value differs from the main rank's of the same name."""
         main_values, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
             for name, value in main_values.items():
@@ -98,7 +98,7 @@ class World:
 
 
 def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
-    """Return this process's place among the ranks, and a device of this kind ("auto": the best).
+    """Return this process's place among the ranks, with a device of this kind; "auto" is the best.
     Raise UserError if torchrun's variables are invalid, or if there is no such device."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name not in env]
     if len(missing) in (1, 2):
@@ -144,10 +144,10 @@ def process_group(world: World) -> Iterator[None]:
 
 
 def connect(backend: str):
-    # Longer than the watchdog's, so that the watchdog ends a hang: it shows the stacks.
+    # Wait longer than the watchdog, so that it ends a hang first, as it shows the stacks.
     limit = timedelta(seconds=TIMEOUT_S + 60)
     try:
-        # After a restart, torchrun's store still has the dead ranks' addresses: use a new prefix.
+        # After a restart, torchrun's store still has the old ranks' addresses, so use a new prefix.
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
@@ -163,9 +163,9 @@ def gradient_sync(net: nn.Module, enabled: bool) -> AbstractContextManager:
 
 
 def check_ranks_agree(model: nn.Module, step: int, world: World):
-    """Raise NumericalError unless all ranks have the same, finite weights."""
+    """Raise NumericalError unless the weights are finite and the same on all ranks."""
     weights = [p.detach() for p in model.parameters()]
-    # Integer sums of the bits have no rounding: one different bit changes the sum.
+    # Sum the bits as integers, without rounding, so that one different bit changes the sum.
     sums = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights]).tolist()
     all_finite = bool(torch.stack([p.sum() for p in weights]).isfinite().all())
     results = world.gather((sums, all_finite))

@@ -1,4 +1,4 @@
-"""What a run says about itself, at its start and when something looks wrong."""
+"""What a run prints about itself, both at its start and when something looks wrong."""
 
 import shutil
 from collections import defaultdict
@@ -16,7 +16,7 @@ CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
 
 
 def print_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
-    """Log every flag. Print the folder, data, model and device, and the automatic flags."""
+    """Log every flag, and print the folder, data, model, device and automatic flags."""
     config, env, loader = run.config, run.environment, run.loader
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed), "off": off}
     record |= {"micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
@@ -46,7 +46,7 @@ def print_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
 
 
 def untyped_flags(run: Run, typed: dict) -> list[str]:
-    """Return the flags that differ from their defaults, except those that the user typed now."""
+    """Return the flags that differ from their defaults, except those typed on this command line."""
     values = asdict(run.config) | {"micro_batch_size": run.loader.B}
     flags = []
     for f in fields(TrainConfig):
@@ -57,7 +57,7 @@ def untyped_flags(run: Run, typed: dict) -> list[str]:
 
 
 def start_warnings(run: Run, num_epochs: float) -> list[str]:
-    """Return lines about what may surprise the user or is missing on this machine."""
+    """Return warnings about anything that may surprise the user or is missing on this machine."""
     config, env, tokenizer = run.config, run.environment, run.data.tokenizer
     lines = []
     if tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
@@ -75,7 +75,7 @@ def start_warnings(run: Run, num_epochs: float) -> list[str]:
 
 
 def changes_since(state: dict, run: Run) -> list[str]:
-    """Return lines about what has changed since the checkpoint, and what changes the last bits."""
+    """Return lines about changes since the checkpoint, and about which ones alter the last bits."""
     changes = defaultdict(list)  # by on_resume
     for f in fields(TrainConfig):
         saved, current = state["config"].get(f.name, f.default), getattr(run.config, f.name)
@@ -111,7 +111,7 @@ def warn_if_slow(run: Run, seconds: float):
 
 
 def warn_if_overfitting(run: Run):
-    """Warn once if the loss is 2% worse than at its best, over a third of the run ago."""
+    """Warn once if the validation loss is 2% above its best, from over a third of the run ago."""
     if run.log.has_warned or run.step not in run.val_losses:  # not saved, or not finite
         return
     best = min(run.val_losses, key=run.val_losses.__getitem__)

@@ -1,4 +1,4 @@
-"""A run: its parts, what a checkpoint keeps of them, and how to save, restore and end it."""
+"""A run: its parts, which of them a checkpoint keeps, and how to save, restore and end a run."""
 
 import shlex
 import time
@@ -31,11 +31,11 @@ class Run:
     lock: FileLock  # keeps other runs out of out_dir
     signals: StopSignals
     log: log.Log
-    environment: dict  # torch, processor, ranks, ...: what affects results, besides the flags
+    environment: dict  # what affects results besides the flags: torch, processor, ranks, ...
     data: TokenFolder
     val_loader: ShardLoader
     questions: list[Question]
-    net: nn.Module  # what the loop calls: model behind torch.compile and DDP
+    net: nn.Module  # what the training loop calls: model, wrapped in torch.compile and DDP
 
     model: GPT  # the plain module
     optimizer: torch.optim.Optimizer
@@ -51,11 +51,11 @@ class Run:
 
 def state_of(run: Run) -> dict:
     """Return the content of state.json: all that a resume needs besides weights and moments."""
-    # No random generator's state: all randomness is a function of the seed and the step.
+    # We save no random generator's state, as all randomness depends only on the seed and step.
     return {
         "step": run.step,
         "position": run.loader.position,  # the loader's whole state
-        "micro_batch_size": run.loader.B,  # config has 0 unless the user typed one
+        "micro_batch_size": run.loader.B,  # config has 0 unless the user typed a size
         "scaler": run.scaler.state_dict(),  # the loss scale of --fp16
         "losses": run.losses,
         "val_losses": run.val_losses,
@@ -73,7 +73,7 @@ def restore(run: Run, path: Path, state: dict):
     run.loader.position = state["position"]
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
-    # JSON turned the steps into text.
+    # JSON has turned the steps, which are keys, into text.
     run.losses = {int(step): loss for step, loss in state["losses"].items()}
     run.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
     # Runs save before they validate, so only summary.json has the last validation loss.
@@ -86,7 +86,7 @@ def restore(run: Run, path: Path, state: dict):
 def save(run: Run):
     """Compare the weights of all ranks, and write a checkpoint on the main rank."""
     reset_watchdog()
-    # The averaged loss would not show that a rank has drifted away, say on a faulty GPU.
+    # The averaged loss would not show that a rank's weights have drifted, say on a faulty GPU.
     check_ranks_agree(run.model, run.step, run.world)
     run.world.call_on_main(write_checkpoint, run)
     run.saved_step = run.step
@@ -95,7 +95,7 @@ def save(run: Run):
 
 def write_checkpoint(run: Run):
     started = time.perf_counter()
-    # A background thread would copy everything first, and gain only two seconds per 250 steps.
+    # A background thread would have to copy it all first, to gain only two seconds per 250 steps.
     path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
     if not run.has_read_back:
         checkpoint.check_read_back(path, run.model, run.optimizer)
@@ -115,7 +115,7 @@ def draw(run: Run):
         log.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
     except ImportError:
         pass
-    except Exception as error:  # a picture must not end a run
+    except Exception as error:  # a failed plot must not end a run
         run.log.print(f"no loss.png: {error}")
 
 
@@ -135,7 +135,7 @@ def finish(run: Run):
     run.signals.phase = Phase.LEAVING
     if not run.world.is_main:
         return
-    # Not before the last evaluation: a run that is killed during it is not complete.
+    # This comes after the last evaluation, since a run killed during that is not complete.
     path = run.out_dir / f"step_{run.step:06d}"
     summary = {"steps": run.step, "checkpoint": path.name}
     text = f"done: {run.step:,} steps"

@@ -1,4 +1,4 @@
-"""A run's folder: how it is chosen and locked. docs/reference.md shows what is in it."""
+"""A run's folder: how it is chosen and locked. docs/reference.md lists its contents."""
 
 import json
 import os
@@ -21,13 +21,14 @@ def step_of(path: Path) -> int:
 def checkpoints(out_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first."""
     pattern = re.compile(r"step_(\d{6}|[1-9]\d{6,17})", re.ASCII)
-    paths = [path for path in out_dir.glob("step_*") if pattern.fullmatch(path.name)]
-    return sorted(filter(Path.is_dir, paths), key=step_of, reverse=True)
+    paths = out_dir.glob("step_*") if os.path.isdir(out_dir) else []  # the name may be too long
+    steps = [path for path in paths if pattern.fullmatch(path.name) and path.is_dir()]
+    return sorted(steps, key=step_of, reverse=True)
 
 
 def choose_out_dir(name: str, resume: bool) -> Path:
-    """Return the folder that --out-dir names. Without a name, return the next free one of out/001,
-    out/002, ..., or the newest to resume it. Raise UserError if it holds anything but this run."""
+    """Return the folder that --out-dir names. Without a name, return the next free folder of
+    out/001, out/002, ..., or, to resume, the newest. Raise UserError if it holds other files."""
     if not name:
         runs = [p.name for p in Path("out").glob("*") if re.fullmatch("[0-9]{3,9}", p.name)]
         newest = max(map(int, runs), default=0)
@@ -36,48 +37,48 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     if not os.path.lexists(out_dir):
         return out_dir
     if not out_dir.is_dir():
-        raise UserError(f"--out-dir {out_dir} is not a folder: name another")
+        raise UserError(f"--out-dir {out_dir} is not a folder: use another name")
     log = out_dir / LOG
     holds_run = bool(checkpoints(out_dir))
     if holds_run and not resume:
         raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
-    # A run stopped before its first checkpoint leaves these; plot.py adds curves*.png.
+    # A run that stops before its first checkpoint leaves these. plot.py adds curves*.png.
     unfinished = {path for path in out_dir.glob("step_[0-9]*.tmp") if path.is_dir()}
     others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log, out_dir / "wandb"}
     others -= set(out_dir.glob("curves*.png"))
     if not holds_run and (out_dir / SUMS).exists() and (out_dir / "state.json").exists():
         raise UserError(f"--out-dir {out_dir} is a checkpoint: name its run, {out_dir.parent}")
     if others and not holds_run:
-        raise UserError(f"--out-dir {out_dir} holds {min(others).name} but no run: name a new one")
+        raise UserError(f"--out-dir {out_dir} holds {min(others).name} but no run: use a new one")
     if log.is_symlink() or (log.exists() and not log.is_file()):
         raise UserError(f"{log} is a link or not a file: remove it, or name another folder")
     return out_dir
 
 
 def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
-    """Make a run's folder, and lock it until this process ends. Raise UserError if another run has
-    it, or if it was new (is_new) and another run has used it since."""
+    """Create a run's folder, and lock it until this process ends. Raise UserError if another run
+    has locked it, or if it was new (is_new) but another run has used it since."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
         lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(f"--out-dir {out_dir} belongs to a live run: name another") from None
-    except (OSError, NotImplementedError) as error:  # such as Lustre without -o flock
-        raise UserError(f"can't write to or lock --out-dir ({error}): name another") from error
+        raise UserError(f"--out-dir {out_dir} belongs to a live run: use another folder") from None
+    except (OSError, NotImplementedError) as error:  # such as on Lustre without -o flock
+        raise UserError(f"can't write to or lock --out-dir ({error}): use another one") from error
     if is_new and (out_dir / LOG).exists():
-        raise UserError(f"--out-dir {out_dir} was just taken by another run: name another")
+        raise UserError(f"--out-dir {out_dir} was just taken by another run: use another folder")
     for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # left by a process that died
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def check_disk_space(out_dir: Path, num_params: int, keep: int):
     """Raise UserError if the disk of out_dir, which may not exist yet, lacks space for the run's
-    checkpoints: while it writes one, `keep` older ones and the best one are still on disk."""
+    checkpoints. While it writes one, `keep` older ones and the best one are still on disk."""
     num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
     num_bytes = num_more * 12 * num_params  # weights and two moments in float32
     parents = [out_dir.absolute(), *out_dir.absolute().parents]
-    free = shutil.disk_usage(next(path for path in parents if path.exists())).free
+    free = shutil.disk_usage(next(path for path in parents if os.path.exists(path))).free
     if free < num_bytes:
         room = f"{num_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB is free"
         raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: use another disk")

@@ -1,4 +1,4 @@
-"""The two tokenizers, bytes and GPT-2's, each made from two files that every checkpoint holds."""
+"""The byte tokenizer and GPT-2's, each made from two files that are part of every checkpoint."""
 
 import hashlib
 import json
@@ -12,17 +12,17 @@ import numpy as np
 
 from support.ending import DISK_ERRNOS, UserError
 
-END_OF_TEXT = "<|endoftext|>"  # the last id of both, before each document
+END_OF_TEXT = "<|endoftext|>"  # the last id of both tokenizers; precedes each document
 OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 URLS = {"vocab.json": OPENAI + "encoder.json", "merges.txt": OPENAI + "vocab.bpe"}
 SHA256 = {  # as in tiktoken_ext/openai_public.py
     "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-# GPT-2's pattern for the words that it encodes one by one, as tiktoken rewrote it for speed.
+# GPT-2's pattern for the words that are encoded one by one, as rewritten in tiktoken for speed.
 WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# vocab.json is text, so each byte needs a printable character: the one with its number, or one from
-# 256 on (https://github.com/openai/gpt-2, src/encoder.py).
+# vocab.json is text, so each byte is written as a printable character: the one with the same number
+# or, if it is not printable, one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(byte): byte for byte in PRINTABLE}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
@@ -33,9 +33,9 @@ def as_json(value: dict) -> bytes:
 
 
 class Tokenizer:
-    """Each byte of UTF-8 is a token, the last token is <|endoftext|>: a BPE without merges."""
+    """A BPE without merges: each byte of UTF-8 is a token, and the last token is <|endoftext|>."""
 
-    # <|endoftext|> inside a text is ordinary text.
+    # Treat <|endoftext|> inside a text as ordinary text.
     hf_options = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
     vocab_files = {
         "vocab.json": as_json(BYTES | {END_OF_TEXT: 256}),
@@ -46,7 +46,7 @@ class Tokenizer:
         ids = json.loads(self.vocab_files["vocab.json"])
         self.tokens = [bytes(map(BYTES.__getitem__, token)) for token in sorted(ids, key=ids.get)]
         self.end_of_text = len(ids) - 1
-        # The number of bytes of each id, int64 (65536,): 0 for <|endoftext|>.
+        # The number of bytes in each token, int64 (65536,), with 0 for <|endoftext|>.
         self.lengths = np.zeros(1 << 16, np.int64)
         self.lengths[: self.end_of_text] = [len(token) for token in self.tokens[:-1]]
 
@@ -57,11 +57,11 @@ class Tokenizer:
         return self.encode_bytes(text.encode()).tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens. Bytes that are no whole character become U+FFFD."""
+        """Return the text of tokens. Bytes that do not form a whole character become U+FFFD."""
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token. Ids beyond the last, which pad some weights, have none."""
+        """Return the bytes of one token. Padding ids beyond the last token have no bytes."""
         return self.tokens[token] if token < len(self.tokens) else b""
 
     def files(self, seq_len: int) -> dict[str, bytes]:
@@ -71,12 +71,12 @@ class Tokenizer:
 
 
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding, by tiktoken."""
+    """GPT-2's byte-pair encoding, as implemented by tiktoken."""
 
-    hf_options: dict = {}  # as OpenAI's on the hub, where <|endoftext|> inside a text ends it
+    hf_options: dict = {}  # as in OpenAI's on the hub, where <|endoftext|> always ends a text
 
     def __init__(self, vocab_files: dict[str, bytes]):
-        import tiktoken  # not at the top: it takes 0.1 s
+        import tiktoken  # not at the top, because it takes 0.1 s
 
         self.vocab_files = vocab_files
         super().__init__()
@@ -94,7 +94,7 @@ TOKENIZERS: dict[str, Tokenizer] = {"bytes": Tokenizer()}  # loaded so far, by n
 
 
 def cached_files() -> dict[str, Path]:
-    """Return where tiktoken's cache has GPT-2's files: under the SHA-1 of their addresses."""
+    """Return the paths of GPT-2's files in tiktoken's cache, named by the SHA-1 of their URLs."""
     folder = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
     return {name: Path(folder, hashlib.sha1(URLS[name].encode()).hexdigest()) for name in URLS}
@@ -106,7 +106,7 @@ def missing_vocab() -> list[Path]:
 
 def load_gpt2(folder: Path):
     """Load GPT-2's tokenizer from a folder, such as a checkpoint, if it holds OpenAI's files."""
-    with suppress(OSError):  # they are not there
+    with suppress(OSError):  # the files are not there
         files = {name: (folder / name).read_bytes() for name in SHA256}
         if {name: hashlib.sha256(files[name]).hexdigest() for name in files} == SHA256:
             TOKENIZERS.setdefault("gpt2", Gpt2Tokenizer(files))
@@ -119,7 +119,7 @@ def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
 
         try:
             files = {name: read_file_cached(url, SHA256[name]) for name, url in URLS.items()}
-        except OSError as error:  # without a network requests fails in many ways
+        except OSError as error:  # without a network, requests raises many kinds of errors
             if error.errno in DISK_ERRNOS:
                 raise
             raise UserError(f"no network: {vocab_cure()}, or use --tokenizer bytes") from error
@@ -137,7 +137,7 @@ def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
 
 
 def vocab_cure() -> str:
-    """Return how to get GPT-2's files, with a network and without."""
+    """Return instructions for getting GPT-2's files, with and without a network."""
     code = "import tiktoken; tiktoken.get_encoding('gpt2')"
     files = " and ".join(f"{URLS[name]} as {path.name}" for name, path in cached_files().items())
     cure = f"download {files} on another machine, and set TIKTOKEN_CACHE_DIR to their folder"

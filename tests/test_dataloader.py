@@ -222,14 +222,14 @@ def test_a_shard_that_can_not_be_read_is_an_error_that_names_it(shards):
 def test_a_shard_of_one_token_is_refused_with_a_cure_that_works(tmp_path):
     write_shard(tmp_path / "a.bin", np.zeros(1))
     with pytest.raises(
-        ValueError, match="tokens, the longest has 1: prepare more text, or try --seq-len 1"
+        ValueError, match="tokens, but the longest has 1: prepare more text, or try --seq-len 1"
     ):
         ShardLoader([open_shard(tmp_path / "a.bin")], B=1, T=8)
 
 
 def test_a_sequence_longer_than_every_shard_is_refused(shards):
     assert len(ShardLoader(shards, B=1, T=100)) == 1
-    why = "needs shards of 102 tokens, the longest has 101: prepare .*, or try --seq-len 100"
+    why = "needs shards of 102 tokens, but the longest has 101: prepare .*, or try --seq-len 100"
     with pytest.raises(ValueError, match=why):
         ShardLoader(shards, B=1, T=101)
 

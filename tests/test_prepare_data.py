@@ -291,7 +291,7 @@ def test_what_else_exists_is_refused_and_kept(tmp_path, capsys):
     texts = write_texts(tmp_path / "texts")
     before = content(texts)
     assert prepare(texts, "--input", PROGRAM) == 2
-    assert "exists and holds something else: name another" in error_of(capsys)
+    assert "exists but holds other files: choose another" in error_of(capsys)
     assert before == content(texts)
     (tmp_path / "data").write_text("mine")
     assert prepare(tmp_path / "data", "--input", texts) == 2
@@ -472,7 +472,7 @@ def test_of_two_at_once_one_is_refused(tmp_path):
             time.sleep(0.001)
             process.send_signal(signal.SIGSTOP)
         second = start(tmp_path / "data", *flags)
-        assert f"another process writes into {unfinished}" in second.communicate()[1]
+        assert f"another process is writing to {unfinished}" in second.communicate()[1]
         assert second.returncode == 2 and (unfinished / name).exists()
         process.send_signal(signal.SIGCONT)
     process.kill()
@@ -657,7 +657,7 @@ def test_prepared_text_and_downloads_do_not_mix(hub, tmp_path):
     assert prepare(tmp_path / "data", "--input", PROGRAM) == 0
     before = content(tmp_path / "data")
     code, _, error = download(tmp_path / "data", hub)
-    assert code == 2 and "holds train_000000.bin: name another" in error
+    assert code == 2 and "holds train_000000.bin: choose another" in error
     assert content(tmp_path / "data") == before and hub.requests == []
 
 

@@ -41,7 +41,7 @@ from torch._inductor.utils import run_and_get_code
 import dataloader
 import sample
 import train_gpt2
-from config import TrainConfig
+from config import SCHEDULES, TrainConfig
 from model import GPT, MLP, SHAPES, GPTConfig
 from support.checkpoint import checkpoints
 from support.cli import spell
@@ -78,6 +78,12 @@ def test_the_learning_rate_of_wsd_stays_and_falls_along_a_line_over_the_last_fif
     for share, last in ((1, 1 / 900), (0, 1)):  # from the warm-up on; never
         whole = replace(config, decay_share=share, decay_to=0)
         assert learning_rate(999, whole) == pytest.approx(last)
+
+
+def test_every_schedule_has_rates_of_its_own():
+    config = TrainConfig(steps=1000, warmup_steps=100)
+    schedules = [replace(config, schedule=schedule) for schedule in SCHEDULES]
+    assert len({tuple(learning_rate(s, c) for s in range(1000)) for c in schedules}) == len(schedules)
 
 
 @pytest.mark.parametrize("pad_vocab", [True, False])
@@ -713,11 +719,14 @@ MISTAKES = {
     "--seq-len 4096 --batch-tokens 4096": "--seq-len 4096 needs .* has 1009",
     "--hellaswag nowhere.jsonl": "nowhere.jsonl",
     f"--hellaswag {'a' * 300}": "there is no such file",
+    f"--data-dir {'a' * 300}": "is not a folder of tokens",
+    f"--init-from {'a' * 300}/x": "no such file, folder or model",
+    f"--out-dir {'a' * 300}": "can't write to or lock --out-dir .*too long",
     "--out-dir run": "--out-dir run holds a run: add --resume, or name another",
     "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
-    "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: name another",
+    "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: use another name",
     "--out-dir run/summary.json/run": "--out-dir .*run/summary.json/run",
-    "--out-dir llama": "--out-dir llama holds train_0.bin but no run: name a new",
+    "--out-dir llama": "--out-dir llama holds train_0.bin but no run: use a new",
     "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2",
     "--out-dir run --resume --no-pad-vocab": "--no-pad-vocab: the run in run has --pad-vocab",
     "--out-dir run --resume --seed 7": "--seed 7: the run in run has --seed 1337: leave it out",
