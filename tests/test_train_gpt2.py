@@ -83,7 +83,8 @@ def test_the_learning_rate_of_wsd_stays_and_falls_along_a_line_over_the_last_fif
 def test_every_schedule_has_rates_of_its_own():
     config = TrainConfig(steps=1000, warmup_steps=100)
     schedules = [replace(config, schedule=schedule) for schedule in SCHEDULES]
-    assert len({tuple(learning_rate(s, c) for s in range(1000)) for c in schedules}) == len(schedules)
+    rates = {tuple(learning_rate(step, c) for step in range(1000)) for c in schedules}
+    assert len(rates) == len(SCHEDULES)
 
 
 @pytest.mark.parametrize("pad_vocab", [True, False])
