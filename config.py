@@ -50,7 +50,7 @@ class TrainConfig:
     learning_rate: float = flag(6e-4, "peak learning rate; with --muon it depends on --n-embd")
     schedule: str = flag("cosine", "learning rate after the warm-up", "allow", SCHEDULES)
     decay_to: float = flag(0.1, "final rate of cosine and wsd, as a fraction of the peak", max=1)
-    decay_share: float = flag(0.2, "wsd: fraction of the steps, at the end, spent decaying", max=1)
+    decay_share: float = flag(0.2, "wsd: the final decay, as a fraction of the steps", max=1)
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
     beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9; 0.8 with --muon)", max=0.999)
@@ -210,10 +210,10 @@ def read_flags(argv: list[str], doc: str) -> dict:
 def resolve(
     typed: dict, state: dict | None, source: Pretrained | None, device: torch.device
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the run's flags, and the reason for each speed-up that is off by default. The value of
-    a flag comes from the first layer that has one: the command line; a resumed run's checkpoint
-    (state); the rules below, which depend on other flags; the weights of --init-from or the
-    checkpoint (source); the recipe; or the defaults. We obey the first two, or raise UserError."""
+    """Return the run's flags, and the reason for each speed-up that is off by default. Each value
+    comes from the first layer that has one: the command line; a resumed run's checkpoint (state);
+    the rules below, which depend on other flags; the starting weights (source); the recipe; or the
+    defaults. Raise UserError if the command line or the checkpoint can't be obeyed."""
     asked = ChainMap(typed, saved_flags(state, device) if state else {})
     weights = flags_of_weights(source, asked) if source else {}
     has_gpu = device.type == "cuda"

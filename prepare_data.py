@@ -177,7 +177,7 @@ class Split:
         self.shard_tokens = manifest["flags"]["shard_tokens"]
         self.parts: list[np.ndarray] = []  # of the next shard
         self.num_tokens = 0  # in parts
-        # The last batch in shards and parts: its number, and how many of its tokens they include.
+        # The number of the last batch added, and how many of its tokens are in shards or parts.
         self.end = self.shards[-1]["end"] if self.shards else [0, 0]
 
     def add(self, batch: Batch, tokens: np.ndarray):
@@ -218,7 +218,7 @@ def write_shard(path: Path, parts: list, split: str, manifest: dict, end: list |
     if end:
         entry["end"] = end
     shards = manifest[split]["shards"]
-    others = [old for old in shards if old["name"] != path.name]  # replaces a damaged one
+    others = [old for old in shards if old["name"] != path.name]  # drops a damaged shard's entry
     shards[:] = sorted([*others, entry], key=lambda shard: shard["name"])
     with whole_file(path.with_name(MANIFEST)) as file:
         file.write(json.dumps(manifest, indent=1).encode())
@@ -374,7 +374,7 @@ def download(config: PrepareConfig):
         finally:
             path.unlink()  # a damaged file would otherwise not be fetched again
     lines = []
-    try:  # do it now, because a run needs it for samples, questions and bits per byte
+    try:  # download it now: a run needs it for samples, questions and bits per byte
         require_tokenizer("gpt2", may_download=True)
     except UserError as error:
         lines = [f"GPT-2's vocabulary is missing: {error}"]

@@ -50,7 +50,7 @@ from support.run import Run, draw, finish, restore, save, stop
 def set_backends(config: TrainConfig, world: World):
     """Set torch's global switches. Call this before the first matrix product."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
-    # Outside deterministic mode, compiled CPU code sums in an order that varies.
+    # Always for a CPU, where compiled code would otherwise sum in a varying order.
     on_cpu = world.device.type == "cpu"
     device.set_determinism(config.deterministic or on_cpu, config.compile)
     if on_cpu:

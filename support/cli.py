@@ -28,7 +28,7 @@ def flag(  # noqa: PLR0913
     max: float = 2**31 - 1,  # noqa: A002
     group: str = "",
 ) -> Any:
-    """Declare a dataclass field as a flag. A group starts at the flag that names it in --help. The
+    """Declare a dataclass field as a flag. In --help, a group starts at the flag that names it. The
     group "argument" is special: it makes the field an optional positional argument."""
     metadata = {"help": description, "min": min, "max": max, "choices": choices}
     return field(default=default, metadata=metadata | {"on_resume": on_resume, "group": group})

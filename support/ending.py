@@ -117,7 +117,7 @@ class StopSignals:
         if self.phase is Phase.LEAVING:
             return
         is_first = not self.received
-        # Always record the signal, as Python drops a KeyboardInterrupt raised in a destructor.
+        # Record it even if we raise below: in a destructor, Python drops KeyboardInterrupt.
         now = time.monotonic()
         self.received_at = min(now, self.received_at)
         if self.phase is Phase.UNSAVED and now - self.received_at <= SECOND_SIGNAL_S:

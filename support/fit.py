@@ -46,9 +46,9 @@ def does_not_fit(config: TrainConfig) -> UserError:
 
 
 def pass_fits(net: nn.Module, B: int, config: TrainConfig, world: World) -> bool:
-    """Return whether a pass over B sequences fits in memory on every rank, including backward and
-    the optimizer's state, except under torch.no_grad()."""
-    held: list[torch.Tensor] = []  # in place of the gradients and the optimizer's state
+    """Return whether a pass over B sequences fits in memory on every rank. Unless under
+    torch.no_grad(), it includes backward and the optimizer's state."""
+    held: list[torch.Tensor] = []  # stands in for the gradients and the optimizer's state
     fits = True
     try:
         if torch.is_grad_enabled():

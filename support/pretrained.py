@@ -167,7 +167,7 @@ def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pret
     missing = sorted(expected.keys() - weights.keys())[:1]
     unknown = sorted(weights.keys() - expected.keys())[:1]
     if missing or unknown:
-        raise UserError(f"{path} {UNREADABLE}: it lacks {missing}, and we do not know {unknown}")
+        raise UserError(f"{path} {UNREADABLE}: missing {missing}, unexpected {unknown}")
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:
             sizes = f"{tuple(tensor.shape)}, not {tuple(expected[name].shape)}"

@@ -91,7 +91,7 @@ def changes_since(state: dict, run: Run) -> list[str]:
     if has_moved(state, run.world.device):
         lines.append("new device: speed-ups and micro-batch size are chosen again")
     if changes["inexact"]:
-        dropout = ", which changes the dropout masks" if run.config.dropout else ""
+        dropout = ", so dropout masks differ" if run.config.dropout else ""
         lines.append(f"not bit for bit because of {', '.join(changes['inexact'])}{dropout}")
     return lines
 

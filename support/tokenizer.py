@@ -1,4 +1,4 @@
-"""The byte tokenizer and GPT-2's, each made from two files that are part of every checkpoint."""
+"""The byte tokenizer and GPT-2's, each made from two files. A checkpoint has those of its own."""
 
 import hashlib
 import json
@@ -140,5 +140,5 @@ def vocab_cure() -> str:
     """Return instructions for getting GPT-2's files, with and without a network."""
     code = "import tiktoken; tiktoken.get_encoding('gpt2')"
     files = " and ".join(f"{URLS[name]} as {path.name}" for name, path in cached_files().items())
-    cure = f"download {files} on another machine, and set TIKTOKEN_CACHE_DIR to their folder"
-    return f'run python -c "{code}", or without a network {cure}'
+    cure = f"download {files} elsewhere, copy both here, and set TIKTOKEN_CACHE_DIR to their folder"
+    return f'run python -c "{code}", or, if offline, {cure}'
