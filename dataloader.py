@@ -247,7 +247,7 @@ class ShardLoader:
 
     def batch(self, numbers: range) -> tuple:
         """Return the inputs and targets of these sequences, (len(numbers), T) int64 each."""
-        import torch  # a top-level import would cost each worker of prepare_data.py 200 MB
+        import torch  # here, since prepare_data.py imports this module but needs no torch (200 MB)
 
         rows = np.stack([self[n] for n in numbers])  # (len(numbers), T + 1)
         x = torch.from_numpy(rows[:, :-1].astype(np.int64))

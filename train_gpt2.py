@@ -50,7 +50,7 @@ from support.run import Run, draw, finish, restore, save, stop
 def set_backends(config: TrainConfig, world: World):
     """Set torch's global switches. Call this before the first matrix product."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
-    # Always for a CPU, where compiled code would otherwise sum in a varying order.
+    # Deterministic on every CPU, where compiled code would otherwise sum in a varying order.
     on_cpu = world.device.type == "cpu"
     device.set_determinism(config.deterministic or on_cpu, config.compile)
     if on_cpu:
@@ -66,7 +66,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     if config.compile:
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
-        # This is the only change to the plain model. The reason is in chunked_loss.
+        # The plain model's only change. The comment above chunked_loss says why it is needed.
         model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore[method-assign]
     if torch.__version__.startswith("2.5."):
         # Dynamo 2.5 can't split a graph with recomputed blocks at DDP's buckets; 2.6 can.

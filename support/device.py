@@ -53,7 +53,7 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping
     if has_bf16 and has_instructions and seq_len <= 512:
         off["flash"] = "is slower in bfloat16 on a CPU if --seq-len is at most 512", ""
     if not is_cuda or model == "nano":
-        off["compile"] = "takes longer than it saves without a GPU, or for nano", ""
+        off["compile"] = "without a GPU, or for nano, takes longer than it saves", ""
     if asked.get("compile", "compile" not in off):
         failure = why_not_compile(device)
         if failure:

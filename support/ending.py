@@ -89,9 +89,9 @@ class Phase(Enum):
 
 
 class StopSignals:
-    """Handles stop signals according to the phase of the run. To stop at once, the handler raises
-    KeyboardInterrupt; in UNSAVED, only if a signal comes more than SECOND_SIGNAL_S after the first.
-    SIGHUP (a closed terminal) is ignored, except under torchrun, which then stops its ranks."""
+    """Handles stop signals according to the phase of the run. It raises KeyboardInterrupt to stop
+    at once. In phase UNSAVED, only a signal more than SECOND_SIGNAL_S after the first does so. It
+    ignores SIGHUP (a closed terminal), except under torchrun, which then stops its ranks."""
 
     def __init__(self, is_main: bool):
         self.is_main = is_main

@@ -46,8 +46,8 @@ def does_not_fit(config: TrainConfig) -> UserError:
 
 
 def pass_fits(net: nn.Module, B: int, config: TrainConfig, world: World) -> bool:
-    """Return whether a pass over B sequences fits in memory on every rank. Unless under
-    torch.no_grad(), it includes backward and the optimizer's state."""
+    """Return whether a pass over B sequences fits in memory on every rank. With gradients enabled,
+    memory for backward and the optimizer's state must fit, too."""
     held: list[torch.Tensor] = []  # stands in for the gradients and the optimizer's state
     fits = True
     try:

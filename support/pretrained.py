@@ -111,7 +111,7 @@ def download(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as error:  # not installed, or it or one of its dependencies failed
+    except Exception as error:  # the library is missing or broken, or the download fails
         problem = f"--init-from {name}: no such file, folder or model on the hub ({error!s:.200})"
         cure = f"pip install huggingface_hub; hf download {name} --local-dir {Path(name).name}"
         raise UserError(f"{problem}; on an online machine, run: {cure}") from error

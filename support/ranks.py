@@ -98,7 +98,7 @@ class World:
 
 
 def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
-    """Return this process's place among the ranks, with a device of this kind; "auto" is the best.
+    """Return this process's place among the ranks, with a device of this kind ("auto": the best).
     Raise UserError if torchrun's variables are invalid, or if there is no such device."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name not in env]
     if len(missing) in (1, 2):

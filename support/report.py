@@ -91,8 +91,8 @@ def changes_since(state: dict, run: Run) -> list[str]:
     if has_moved(state, run.world.device):
         lines.append("new device: speed-ups and micro-batch size are chosen again")
     if changes["inexact"]:
-        dropout = ", so dropout masks differ" if run.config.dropout else ""
-        lines.append(f"not bit for bit because of {', '.join(changes['inexact'])}{dropout}")
+        text = f"this resume is not bit for bit because of {', '.join(changes['inexact'])}"
+        lines.append(f"{text}, so dropout masks differ" if run.config.dropout else text)
     return lines
 
 

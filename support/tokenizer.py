@@ -73,7 +73,7 @@ class Tokenizer:
 class Gpt2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding, as implemented by tiktoken."""
 
-    hf_options: dict = {}  # as in OpenAI's on the hub, where <|endoftext|> always ends a text
+    hf_options: dict = {}  # none, like OpenAI's: <|endoftext|> in a text becomes the end token
 
     def __init__(self, vocab_files: dict[str, bytes]):
         import tiktoken  # not at the top, because it takes 0.1 s

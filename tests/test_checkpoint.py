@@ -101,7 +101,7 @@ def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
     kept = {name: tensor for name, tensor in every.items() if "ln_f" not in name}
     monkeypatch.setattr(pretrained, "hf_weights", lambda _: kept)
     path = save(tmp_path, model, optimizer, {"step": 4, "tokenizer": "unknown"})
-    with pytest.raises(UserError, match="lacks .*ln_f"):
+    with pytest.raises(UserError, match="missing .*ln_f"):
         check_read_back(path, model, optimizer)
 
 

@@ -735,7 +735,7 @@ MISTAKES = {
     "--out-dir run --resume --no-muon": "--no-muon: the run in run has --muon: leave it out",
     "--init-from nobody/none": "--init-from nobody/none: no such",
     "--init-from flipped/step_000003": "flipped/step_000003/model.safetensors is damaged",
-    f"{WEIGHTS} weights50257": "--data-dir is in bytes.* --tokenizer gpt2",
+    f"{WEIGHTS} weights50257": "--data-dir has bytes ids.* --tokenizer gpt2",
     f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has --n-head 2: leave it out",
     f"{WEIGHTS} weights257 --seq-len 64": "--seq-len 64: weights257 has --seq-len 16: leave it out",
     f"{WEIGHTS} weights100": "token 256, but the network only knows 0 to 99",
