@@ -265,9 +265,6 @@ class GPT(nn.Module):
             return self.chunked_loss(x, targets)
         return self.loss(x, targets, "mean")
 
-    # Keep this out of the compiled step, where Inductor would compute the softmax of all chunks in
-    # one kernel, with all logits in memory at once. train_gpt2.py compiles `loss` separately.
-    @torch.compiler.disable
     def chunked_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of x (N, C) with only one chunk's logits in memory, since the logits
         and their gradient are the largest tensors of a step. backward recomputes each chunk."""

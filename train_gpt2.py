@@ -66,8 +66,10 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     if config.compile:
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
-        # The plain model's only change. The comment above chunked_loss says why it is needed.
-        model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore[method-assign]
+        # The plain model's only changes. Otherwise, Inductor would compute all chunks' softmax in
+        # one kernel, with all logits in memory at once.
+        model.chunked_loss = torch.compiler.disable(model.chunked_loss)  # type: ignore
+        model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore
     if torch.__version__.startswith("2.5."):
         # Dynamo 2.5 can't split a graph with recomputed blocks at DDP's buckets; 2.6 can.
         torch._dynamo.config.optimize_ddp = not config.recompute

@@ -525,10 +525,8 @@ def test_loss_png_and_the_state_of_a_million_steps_are_small(tmp_path):
     steps = [step for step in range(1, 1_000_001) if log.is_drawn(step, 1_000_000)]
     losses = {step: 3 + 1 / step for step in steps}
     assert 500 <= len(losses) <= 1000 and len(json.dumps(losses)) < 100_000
-    log.draw_losses(tmp_path / "warm.png", "nano", {}, {0: 3.0})
-    start = time.perf_counter()
     log.draw_losses(tmp_path / "loss.png", "nano", losses, {10**6: 3.0})
-    assert time.perf_counter() - start < 1
+    assert (tmp_path / "loss.png").stat().st_size < 100_000
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
