@@ -44,7 +44,7 @@ torch.backends.mps.is_available = lambda: False
 
 TINY = {  # flags of a run of a second
     "model": "nano", "n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "steps": 12,
-    "micro_batch_size": 1, "batch_tokens": 192, "eval_tokens": 512, "eval_every": 0,
+    "micro_batch_size": 2, "batch_tokens": 192, "eval_tokens": 512, "eval_every": 0,
     "save_every": 5, "warmup_steps": 2, "learning_rate": 0.01, "bf16": False, "flash": True,
     "sample_tokens": 20,
 }  # fmt: skip

@@ -208,8 +208,8 @@ def test_the_manifest_says_what_the_shards_hold(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
 def test_workers_change_no_byte_and_the_tokens_are_the_tokenizers(tokenizer, tmp_path):
-    files = inputs.standard_library()[::40]
-    flags = ("--input", *files, "--tokenizer", tokenizer, "--shard-tokens", 10_007)
+    files = inputs.standard_library()[::60]
+    flags = ("--input", *files, "--tokenizer", tokenizer, "--shard-tokens", 20_011)
     folders = [tmp_path / str(workers) for workers in (0, 1, 3)]
     for folder in folders:
         assert prepare(folder, *flags, "--val-fraction", 0.1, "--workers", folder.name) == 0

@@ -123,6 +123,7 @@ FORK = {  # a field that GPT-2 does not have: each block subtracts what it shoul
 }
 
 
+@pytest.mark.slow
 def test_a_network_that_is_no_gpt2_is_refused_by_transformers_and_known_by_its_own_code(
     whole, data_dir, tmp_path, capsys
 ):

@@ -115,6 +115,7 @@ def test_a_folder_with_openais_two_files_has_the_tokenizer_and_no_other_has(tmp_
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 @NEEDS_GPT2
 def test_a_checkpoint_is_enough_to_resume_to_sample_and_to_evaluate(tmp_path):
     """Without tiktoken's cache, and without a network."""
