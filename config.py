@@ -97,7 +97,7 @@ class TrainConfig:
         if self.prompt.encode(errors="replace").decode() != self.prompt:
             raise UserError("--prompt is not UTF-8 text: type it again")
         if self.bf16 and self.fp16:
-            raise UserError("--bf16 and --fp16 exclude each other: add --no-bf16 or --no-fp16")
+            raise UserError("--bf16 and --fp16 conflict: add --no-bf16 or --no-fp16")
         if self.bf16_residual and not self.bf16:
             raise UserError("--bf16-residual needs --bf16: add it, or --no-bf16-residual")
 
@@ -238,7 +238,7 @@ def resolve(
         rules["fp16"] = True  # a T4 or V100 has float16 in hardware
     if asked.get("fp16"):
         rules["bf16"] = False
-    # Not for --init-from, because float32 weights may give values too large to add in bfloat16.
+    # Not with --init-from: networks trained in float32 can have values too big for bfloat16 sums.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
     return TrainConfig(**flags), off

@@ -232,7 +232,7 @@ class GPT(nn.Module):
         """Return the final hidden states: idx (B, T) -> (B, T, C). cache holds `past` tokens."""
         end = past + idx.shape[1]
         if end > self.config.seq_len:
-            raise ValueError(f"{end} tokens are more than seq_len {self.config.seq_len}")
+            raise ValueError(f"{end} tokens exceed seq_len {self.config.seq_len}")
         pos = torch.arange(past, end, device=idx.device)
         x = self.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
         if self.compute.bf16_residual:

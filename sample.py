@@ -74,7 +74,7 @@ def read_prompts() -> Iterator[str]:
             except EOFError:
                 log.show("")  # Ctrl-D leaves the cursor after "prompt> "
                 return
-    # Read only regular files and pipes, but not a notebook's pipe: others may wait forever.
+    # Read only regular files and pipes, not a notebook's: other reads may block forever.
     kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
     if kind == stat.S_IFIFO and log.in_notebook():
         ending.print_error("in a notebook, give prompts with --prompt, or from a file: < FILE")

@@ -118,7 +118,7 @@ def figures(run: plot.Run) -> dict:
 
 
 def measure(args: Namespace) -> dict:
-    """Make the runs that are missing. Return the content of the results file."""
+    """Make the runs that are missing. Return the contents of the results file."""
     path = Path(args.out, f"sweep-{args.name}.json")
     content = machine.load(path) if path.exists() else {"name": args.name, "runs": []}
     content["until_loss_of"] = args.until_loss_of

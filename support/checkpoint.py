@@ -185,7 +185,7 @@ def check_read_back(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
 
 def check_same(saved: pretrained.Pretrained, model: GPT):
     if saved.shape != model.config:
-        raise RuntimeError(f"{saved.path} is saved as {model.config} and read as {saved.shape}")
+        raise RuntimeError(f"{saved.path}: saved {model.config}, read back {saved.shape}")
     for name, p in model.named_parameters():
         if not torch.equal(p.detach().cpu()[: len(saved.weights[name])], saved.weights[name]):
             raise RuntimeError(f"{saved.path}: {name} does not read back as saved")

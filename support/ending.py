@@ -69,8 +69,8 @@ def print_error(text: str):
 
 
 def tell_torchrun(text: str):
-    """Make torchrun's traceback end with this text. Torchrun prints the error file of the rank that
-    failed first, which may be any, so every rank writes its file, even if only one prints."""
+    """Make torchrun's traceback end with this text. Torchrun prints the error file of whichever
+    rank failed first, so every rank writes its file, even if only one prints."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         text = printable(" ".join(text.split()))

@@ -97,7 +97,7 @@ class Reader:
             stream = io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))
         head = stream.peek(8000)[:8000].removeprefix(BOM)
         if kind == "json" and not head.lstrip().startswith(b"["):
-            kind = ""  # a single text, like package.json
+            kind = ""  # one document, like package.json
         num_bad = head.decode(errors="replace").count("\ufffd")
         is_text = not (head.startswith(NOT_TEXT) or b"\0" in head or 2 * num_bad > len(head))
         if kind != "parquet" and not is_text:
@@ -209,7 +209,7 @@ BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^
 
 
 def pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield a document in pieces of about PIECE bytes, so that any length takes little memory. No
+    """Yield a document in pieces of about PIECE bytes, so that a long one takes little memory. No
     token spans a cut, so the pieces have the same tokens as the whole document."""
     text = block = stream.read(PIECE)
     while block:

@@ -21,7 +21,7 @@ from support.run_folder import LOG
 
 
 class Log:
-    """Writes log.jsonl, one JSON record per line, and prints, but only on the main rank."""
+    """Prints, and writes log.jsonl (one JSON record per line), on the main rank only."""
 
     def __init__(self, out_dir: Path, is_main: bool, wandb_run: Any = None):
         self.is_main = is_main

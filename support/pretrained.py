@@ -33,7 +33,7 @@ HF_SETTINGS = {  # the values in config.json that we support, with the default f
     "add_cross_attention": (False,),
     "n_inner": (None,),
 }
-OUR_KEY = "train_gpt2"  # in config.json of our checkpoints: GPTConfig's fields and the tokenizer
+OUR_KEY = "train_gpt2"  # our config.json's key for GPTConfig's fields and the tokenizer
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
 # The tokenizer for a vocabulary size. GPT-2's vocabulary may have padding or chat tokens.
 GUESSES = {VOCAB_SIZES["bytes"]: "bytes"} | dict.fromkeys(range(50257, 50433), "gpt2")
@@ -72,7 +72,7 @@ def hf_weights(model: GPT) -> dict[str, Tensor]:
 
 
 def hf_config(config: GPTConfig, tokenizer: str) -> dict:
-    """Return the content of config.json: settings for Hugging Face's tools, and our shape."""
+    """Return the contents of config.json: settings for Hugging Face's tools, and our shape."""
     shape = asdict(config)
     settings: dict = {name: values[0] for name, values in HF_SETTINGS.items()}
     settings |= {theirs: shape[ours] for ours, theirs in HF_SHAPE.items()}
@@ -126,7 +126,7 @@ def read_hf(folder: Path) -> Pretrained:
 
 
 def from_hf(settings: dict, tensors: dict[str, Tensor], folder: Path) -> Pretrained:
-    """Return the weights from the content of config.json and model.safetensors."""
+    """Return the weights from the contents of config.json and model.safetensors."""
     weights = renamed(tensors)
     for name, tensor in weights.items():
         if name.endswith(CONV1D):
@@ -188,7 +188,7 @@ def renamed(weights: dict) -> dict:
 
 
 def read_file(path: Path) -> dict:
-    """Return the content of a .json file, a .safetensors file or a file written by torch.save."""
+    """Return the contents of a .json file, a .safetensors file or a file written by torch.save."""
     if not path.is_file():  # reading a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
     if path.suffix == ".json":

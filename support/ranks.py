@@ -88,7 +88,7 @@ class World:
         sys.exit(error.exit_code)
 
     def check_same(self, values: dict):
-        """Raise UserError if any value differs from the main rank's of the same name."""
+        """Raise UserError if any named value differs from the main rank's."""
         main_values, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
             for name, value in main_values.items():

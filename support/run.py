@@ -50,7 +50,7 @@ class Run:
 
 
 def state_of(run: Run) -> dict:
-    """Return the content of state.json: all that a resume needs besides weights and moments."""
+    """Return the contents of state.json: all that a resume needs besides weights and moments."""
     # We save no random generator's state, as all randomness depends only on the seed and step.
     return {
         "step": run.step,

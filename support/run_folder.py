@@ -64,7 +64,7 @@ def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(f"--out-dir {out_dir} belongs to a live run: use another folder") from None
-    except (OSError, NotImplementedError) as error:  # such as on Lustre without -o flock
+    except (OSError, NotImplementedError) as error:  # e.g. on Lustre without -o flock
         raise UserError(f"can't write to or lock --out-dir ({error}): use another one") from error
     if is_new and (out_dir / LOG).exists():
         raise UserError(f"--out-dir {out_dir} was just taken by another run: use another folder")
@@ -85,7 +85,7 @@ def check_disk_space(out_dir: Path, num_params: int, keep: int):
 
 
 def read_summary(out_dir: Path) -> dict:
-    """Return the content of summary.json, or {} if it can't be read."""
+    """Return the contents of summary.json, or {} if it can't be read."""
     try:
         return dict(json.loads((out_dir / SUMMARY).read_bytes()))
     except (OSError, ValueError, TypeError):

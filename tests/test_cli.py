@@ -212,7 +212,7 @@ MISTAKES = {
     "--steps=--": "-- ends the flags, and is not a value",
     "--steps 12 --warmup-steps 99": "--steps 12: try --warmup-steps 2",
     "--model gpt2 --n-embd 32 --n-head 5": "--n-head 5 must divide --n-embd 32: try --n-head 4",
-    "--bf16 --fp16": "--bf16 and --fp16 exclude each other: add --no-bf16 or --no-fp16",
+    "--bf16 --fp16": "--bf16 and --fp16 conflict: add --no-bf16 or --no-fp16",
     "--bf16-residual --no-bf16": "--bf16-residual needs --bf16: add it, or --no-bf16-residual",
     "--tf32": "--tf32 needs an NVIDIA GPU from 2020 or later; this is cpu",
     "--batch-tokens 100 --seq-len 16 --micro-batch-size 3": "not a multiple of 48 = .*: try .* 96",

@@ -351,7 +351,7 @@ def check_cache(shape: GPTConfig, computation: ComputeConfig, temperature: float
     assert torch.equal(generate(model, tokens(3, 5), 60, 3, temperature, 20), idx)
     assert len(idx[0].unique()) > 5 and idx.max() < 97
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ValueError, match="17 tokens are more than seq_len 16"):
+    with pytest.raises(ValueError, match="17 tokens exceed seq_len 16"):
         model.logits(tokens(1, 17))
 
 
