@@ -57,7 +57,7 @@ class TrainConfig:
     muon: bool = flag(False, "Muon for the blocks' matrices, AdamW for the rest", "refuse")
 
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
-    log_every: int = flag(0, "steps between lines; 0: every step on a terminal, else 20 per run")
+    log_every: int = flag(0, "steps per printed line; 0: 1 on a terminal, else 1/20 of the run")
     hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
     wandb: bool = flag(False, "also log to Weights & Biases")
 
@@ -67,7 +67,7 @@ class TrainConfig:
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
 
-    # On by default, except where they are unavailable or slower: see device.speed_ups_off.
+    # These are on by default, unless unavailable or slower: see device.speed_ups_off.
     tf32: bool = flag(True, "1: float32 products on tensor cores", "inexact", group="speed-ups")
     bf16: bool = flag(True, "2: bfloat16 where it is safe (autocast)", "inexact")
     compile: bool = flag(True, "3: torch.compile", "inexact")
@@ -180,7 +180,7 @@ SYNONYMS = {  # flags of nanoGPT, build-nanogpt and llm.c, and their equivalents
     "--sample-only": "a program, sample.py: python sample.py RUN --prompt TEXT",
     "--sequence-length": "--seq-len",
     "--start": "--prompt",
-    "--tokenizer": "a flag of prepare_data.py: the data has its tokenizer",
+    "--tokenizer": "a flag of prepare_data.py: the data determines it",
     "--total-batch-size": "--batch-tokens, tokens per step",
     "--val-loss-every": "--eval-every",
     "--wandb-log": "--wandb",
@@ -213,12 +213,12 @@ def resolve(
     """Return the run's flags, and the reason for each speed-up that is off by default. Each value
     comes from the first layer that has one: the command line; a resumed run's checkpoint (state);
     the rules below, which depend on other flags; the starting weights (source); the recipe; or the
-    defaults. Raise UserError if the command line or the checkpoint can't be obeyed."""
+    defaults. Raise UserError if the command line or checkpoint can't be honored."""
     asked = ChainMap(typed, saved_flags(state, device) if state else {})
     weights = flags_of_weights(source, asked) if source else {}
     has_gpu = device.type == "cuda"
     model = asked.get("model") or weights.get("model") or ("gpt2" if has_gpu else "nano")
-    rules: dict = {}  # filled below; flags reads from it, so the order of the rules matters
+    rules: dict = {}  # filled below; `flags` reads it, so the order of the rules matters
     flags = ChainMap(*asked.maps, rules, weights, {"model": model}, RECIPES[model], DEFAULTS)
 
     if flags["muon"]:

@@ -100,9 +100,9 @@ def recognize(path: Path) -> Shard:
     # nanoGPT's format has no header, so check that the first million values look like tokens.
     tokens = np.fromfile(path, TOKEN, 1 << 20)
     if tokens.max() >= VOCAB_SIZES["gpt2"]:
-        raise ValueError(f"has no header and holds {tokens.max()}, not one of GPT-2's 50,257")
+        raise ValueError(f"has no header, and {tokens.max()} is not a GPT-2 token")
     if (len(tokens) > 1 and not tokens[1::2].any()) or tokens.view(np.uint8).all():
-        raise ValueError("has no header and holds text, or 32-bit numbers")
+        raise ValueError("has no header, and holds text or 32-bit numbers")
     return Shard(path, 0, path.stat().st_size // TOKEN.itemsize)
 
 
@@ -116,7 +116,7 @@ class TokenFolder:
 
 
 def open_folder(path: Path) -> TokenFolder:
-    """Return a folder's shards, as listed in any manifest. Raise ShardError if a split has none."""
+    """Return a folder's shards, per its manifest, if any. Raise ShardError if a split has none."""
     cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
     if not os.path.isdir(path):
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
@@ -195,7 +195,7 @@ def permuted(number: int, length: int, seed: int, epoch: int) -> int:
 
 @lru_cache(maxsize=4096)
 def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
-    """Return where in a shard, below T, an epoch's first sequence starts. Later epochs cut the text
+    """Return the start, below T, of an epoch's first sequence in a shard. Later epochs cut the text
     at new places, which improved the best validation loss on 135 kB from 1.907 to 1.721."""
     if epoch == 0:
         return 0

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 @dataclass(frozen=True)
 class GPTConfig:
     """The shape of the network, which determines the names and sizes of all parameters. Checkpoints
-    store every field. If an older checkpoint lacks a field, its default applies (GPT-2 124M's)."""
+    store every field. If an older checkpoint lacks a field, its default (GPT-2 124M's) applies."""
 
     vocab_size: int = 50257  # 256 bytes, 50,000 merges and <|endoftext|>
     seq_len: int = 1024  # longest sequence; each position has a learned embedding
@@ -49,7 +49,7 @@ class GPTConfig:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the embedding. Speed-up 5 rounds vocab_size up to a multiple of 64 (50257 to
+        """The embedding's row count. Speed-up 5 rounds vocab_size up to a multiple of 64 (50257 to
         50304), as GPUs multiply matrices in tiles, and partial tiles cost as much as full ones."""
         multiple = 64 if self.pad_vocab else 1
         return math.ceil(self.vocab_size / multiple) * multiple
@@ -74,7 +74,7 @@ SHAPES = {  # layers, channels: Radford et al. 2019, table 2; heads: OpenAI's re
     "nano": GPTConfig(vocab_size=257, seq_len=128, n_layer=4, n_head=4, n_embd=128),  # 0.8M, bytes
 }
 
-# For inputs whose length changes with each call. cuDNN's attention is left out, because it spends
+# These suit inputs whose length changes with each call. cuDNN is left out, because it spends
 # about a second planning for each new shape (https://github.com/modelscope/FunASR/issues/3704).
 VARLEN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -222,7 +222,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in params) - (num_padded if has_embedding else 0)
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs per token, both passes: 6 per weight (wpe is only looked up), and
+        """Return both passes' FLOPs per token: 6 per weight (wpe is only looked up), and
         12 * T * C per attention layer (Chowdhery et al. 2022, PaLM, appendix B)."""
         multiplied = [p.numel() for name, p in self.named_parameters() if "wpe" not in name]
         attention_flops = 12 * self.config.seq_len * self.config.n_embd

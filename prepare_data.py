@@ -57,13 +57,13 @@ TEXT_FLAGS = ("tokenizer", "text_field", "shard_tokens", "val_fraction", "seed")
 class PrepareConfig:
     input: tuple = flag((), "files, folders, 'patterns'; none: Python's source", group="source")
     download: str = flag("", "data set to fetch instead", choices=(*DATASETS, "hellaswag"))
-    verify: bool = flag(False, "compare shards with the SHA-256 in their manifest instead")
+    verify: bool = flag(False, "only compare shards with the SHA-256 in their manifest")
     data_dir: str = flag("", "folder to write (default: data/NAME; --input needs one)", group="how")
     tokenizer: str = flag("bytes", "GPT-2's tokens, or bytes as tokens", choices=(*VOCAB_SIZES,))
     text_field: str = flag("text", "field of a record that holds its text")
     shard_tokens: int = flag(100_000_000, "tokens per shard", min=1024)
     val_fraction: float = flag(0.01, "share of documents for validation", min=1e-5, max=0.5)
-    seed: int = flag(1337, "seed for choosing these documents", min=0)
+    seed: int = flag(1337, "seed for the validation split", min=0)
     workers: int = flag(os.cpu_count() or 1, "gpt2: tokenizer threads (default: one per core)")
     shards: int = flag(100, "training shards of 100M tokens", min=1)
 
@@ -83,7 +83,7 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     if names in (["download"], ["verify"]):
         names += [name for name in (*TEXT_FLAGS, "workers") if name in typed]
     if len(names) > 1:
-        raise UserError(f"{' and '.join(map(spell, names))} do not go together: leave one out")
+        raise UserError(f"{' and '.join(map(spell, names))} conflict: leave one out")
     config = PrepareConfig(**typed)
     if not config.data_dir and (config.input or config.verify):
         raise UserError(f"--{names[0]} needs --data-dir, for example --data-dir data/book")
@@ -143,7 +143,7 @@ def divided(stream: BinaryIO, val_start: int) -> Iterator[tuple[str, bytes]]:
 
 
 def tokenize(tokenizer: Tokenizer, parts: list[tuple[bool, bytes]]) -> np.ndarray:
-    """Return the tokens of a batch, uint16; each document begins with <|endoftext|>."""
+    """Return a batch's tokens as uint16; each document begins with <|endoftext|>."""
     tokens = [np.empty(0, TOKEN)]  # the last batch may have no parts
     for begins, text in parts:
         if begins:
@@ -200,7 +200,7 @@ class Split:
 
 
 def write_shard(path: Path, parts: list, split: str, manifest: dict, end: list | None = None):
-    """Write a shard that joins the arrays in parts, and the manifest with the shard's entry."""
+    """Write a shard of the arrays in `parts`, and the manifest with the shard's entry."""
     num_tokens = sum(map(len, parts))
     digest = hashlib.sha256()
     with whole_file(path) as file:
@@ -270,7 +270,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
             splits[batch.split].add(batch, tokens)
             bar.update(reader.position - bar.n)
     for name, split in splits.items():
-        if not split.shards and split.num_tokens < 2:  # needs an input and its target
+        if not split.shards and split.num_tokens < 2:  # 2: an input and its target
             why = "; ".join(notes(reader)) or "add more text"
             raise UserError(f"--input has {split.num_tokens} tokens for {name}, too few: {why}")
     for split in splits.values():
@@ -402,7 +402,7 @@ def download_questions(config: PrepareConfig):
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code: 0, 2, 6 or 130."""
     ending.program = "prepare_data.py"
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal may not support a folder's name
+    if hasattr(sys.stdout, "reconfigure"):  # some terminals can't show every name
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         config = parse_args(sys.argv[1:] if argv is None else argv)

@@ -50,7 +50,7 @@ from support.run import Run, draw, finish, restore, save, stop
 def set_backends(config: TrainConfig, world: World):
     """Set torch's global switches. Call this before the first matrix product."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
-    # Deterministic on every CPU, where compiled code would otherwise sum in a varying order.
+    # Make every CPU deterministic: compiled code would otherwise sum in a varying order.
     on_cpu = world.device.type == "cpu"
     device.set_determinism(config.deterministic or on_cpu, config.compile)
     if on_cpu:
@@ -66,8 +66,8 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     if config.compile:
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
-        # The plain model's only changes. Otherwise, Inductor would compute all chunks' softmax in
-        # one kernel, with all logits in memory at once.
+        # These alone change the plain model: without them, Inductor would compute all chunks'
+        # softmax in one kernel, with all logits in memory.
         model.chunked_loss = torch.compiler.disable(model.chunked_loss)  # type: ignore
         model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore
     if torch.__version__.startswith("2.5."):
@@ -174,7 +174,7 @@ def train_step(run: Run) -> StepResult:
         run.scaler.step(run.optimizer)
     elif config.fp16 and math.isfinite(mean_loss) and run.scaler.get_scale() > 1:
         # This is normal: the initial scale is too high, and later the scaler retries higher ones.
-        notice = "not applied: the gradient overflowed float16, so the loss scale is halved"
+        notice = "no update: the gradient overflowed float16, so the loss scale is halved"
     else:
         raise_not_finite(run, mean_loss, mean_norm, float(loss_of_rank))
     run.scaler.update()
@@ -197,7 +197,7 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
     text = (
         f"step {run.step + 1} gave loss {loss} (not finite on rank {', '.join(ranks) or 'none'})"
         f" and gradient norm {grad_norm}, on sequences {run.loader.position:,} to {end - 1:,}:"
-        f" not applied; step {run.step} is saved"
+        f" no update; step {run.step} is saved"
     )
     cure = f"try --resume with a --learning-rate below {config.learning_rate}"
     run.world.end_all(NumericalError(f"{text}; {cure}"))
@@ -271,7 +271,7 @@ def log_step(run: Run, result: StepResult, seconds: float):
         record["notice"] = result.notice
         text += f" | {result.notice}"
     run.log.record(**record)
-    # Always print a process's first step, which shows that all is well and how long it will take.
+    # Always print a process's first step: it shows that all is well and how long a run will take.
     is_first = step == run.first_step + 1
     log_every = config.log_every or log.default_interval(config.steps)
     if is_first or result.notice or is_due(step, log_every, config.steps):
@@ -305,7 +305,7 @@ def evaluate_if_due(run: Run):
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
     draw(run)
-    # Wait for the main rank here, where a signal stops all ranks at once, not inside a step.
+    # Wait for the main rank here, not inside a step: here, a signal stops all ranks at once.
     world.barrier()
 
 
@@ -400,7 +400,7 @@ def make_model(plan: Plan, world: World) -> GPT:
 
 
 def check_can_save(model: GPT, plan: Plan, out_dir: Path):
-    """Raise an error if the network can't be saved and read back, or if the disk is too small."""
+    """Raise an error if the network can't be saved and read back, or if the disk is too full."""
     if not plan.state:
         checkpoint.check_round_trip(model, plan.data.tokenizer, out_dir)
     num_params = sum(p.numel() for p in model.parameters())

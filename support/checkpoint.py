@@ -72,7 +72,7 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
 
 
 def sync_and_sum(path: Path) -> str:
-    """Sync a file to disk, and return its line of SHA256SUMS."""
+    """Sync a file to disk, and return its SHA256SUMS line."""
     with open(path, "rb+") as f:
         os.fsync(f.fileno())
         return f"{hashlib.file_digest(f, 'sha256').hexdigest()}  {path.name}\n"
@@ -116,7 +116,7 @@ def newest(out_dir: Path) -> Path | None:
             verify(path)
             return path
         except DamagedCheckpoint as error:
-            print_error(f"{error}; trying the checkpoint before it")
+            print_error(f"{error}; trying the previous checkpoint")
     if paths:
         raise NoGoodCheckpoint(f"no checkpoint in {out_dir} is good")
     return None
@@ -180,7 +180,7 @@ def check_read_back(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
     written = load_file(path / "optimizer.safetensors")
     for name, tensor in optimizer_tensors(model, optimizer).items():
         if not torch.equal(tensor.cpu(), written[name]):
-            raise RuntimeError(f"{path}: {name} does not read back as saved")
+            raise RuntimeError(f"{path}: {name} differs when read back")
 
 
 def check_same(saved: pretrained.Pretrained, model: GPT):
@@ -188,7 +188,7 @@ def check_same(saved: pretrained.Pretrained, model: GPT):
         raise RuntimeError(f"{saved.path}: saved {model.config}, read back {saved.shape}")
     for name, p in model.named_parameters():
         if not torch.equal(p.detach().cpu()[: len(saved.weights[name])], saved.weights[name]):
-            raise RuntimeError(f"{saved.path}: {name} does not read back as saved")
+            raise RuntimeError(f"{saved.path}: {name} differs when read back")
 
 
 def fingerprint(path: Path) -> str:
@@ -202,7 +202,7 @@ def fingerprint(path: Path) -> str:
 
 
 def find_weights(name: str) -> Path:
-    """Return the path of the weights named by --init-from; for a run, its newest checkpoint."""
+    """Return the path of --init-from's weights (if it names a run, the newest checkpoint)."""
     path = Path(name)
     if not os.path.lexists(name):
         others = [other.name for other in checkpoints(path.parent)]

@@ -47,7 +47,7 @@ def typed_as(name: str, value) -> str:
 
 
 def check_limits(kind: type, values: dict):
-    """Raise UserError if the value of any flag of kind is out of range."""
+    """Raise UserError if a flag of the class `kind` is out of range."""
     for f in fields(kind):
         value, low, high = values.get(f.name), f.metadata["min"], f.metadata["max"]
         if isinstance(value, int | float) and not low <= value <= high:  # nan is in no range

@@ -56,7 +56,7 @@ def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int)
     for shards in (data.train, data.val):
         ShardLoader(shards, 1, seq_len)  # raises if shards are too short
     if {data.tokenizer, tokenizer} == {"bytes", "gpt2"}:
-        raise UserError(f"--data-dir has {data.tokenizer} ids: redo with --tokenizer {tokenizer}")
+        raise UserError(f"prepare --data-dir with --tokenizer {tokenizer}, not {data.tokenizer}")
     for shard in data.train + data.val:
         largest = shard.max_id
         if largest >= vocab_size:  # without a manifest, max_id is the tokenizer's limit

@@ -107,7 +107,7 @@ def set_determinism(enabled: bool, is_compiled: bool):
         torch.use_deterministic_algorithms(enabled)
     else:  # this has the same effect without importing Inductor, which takes 0.2 s
         torch.set_deterministic_debug_mode("error" if enabled else "default")
-    # Don't fill uninitialized memory, which would only help to find bugs.
+    # Don't fill uninitialized memory: filling it only helps to find bugs.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if enabled:  # cuBLAS needs a fixed workspace to be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -115,7 +115,7 @@ def set_determinism(enabled: bool, is_compiled: bool):
 
 def set_allocator(keep_freed: bool):
     """Make glibc keep the memory of large freed tensors for new ones, or return it to the system,
-    as by default. The system clears each page that it hands out, which takes a sixth of a step of
+    the default. The system clears each page that it hands out, which takes a sixth of a step of
     GPT-2 124M on a CPU. But kept memory has gaps, so don't keep it if memory is short."""
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -5,7 +5,7 @@ Exit codes: 0 done, or already complete; 1 a bug or a hang, with a traceback; 2 
 made), or ranks with different weights (nothing was saved); 6 the disk failed or is full; 7 every
 checkpoint is damaged; 130 stopped by a signal before anything was saved, or by a second signal.
 
-train_gpt2.py imports this module before torch, so this module needs only the standard library.
+train_gpt2.py imports this module before torch, so it may import only the standard library.
 """
 
 import ctypes

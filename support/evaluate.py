@@ -72,7 +72,7 @@ def validate(
     net.train()
     val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
-    # Not world.sum, as float32 is exact only up to 2**24. Ranks without the tokenizer send None.
+    # Avoid world.sum: float32 is exact only up to 2**24. Ranks without the tokenizer send None.
     counts = world.gather(num_bytes if codec else None)
     known = [count for count in counts if count is not None]
     if len(known) == len(counts) and any(known):
@@ -240,7 +240,7 @@ def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tenso
 
 
 def count_right(examples: list[Question], losses: list[np.ndarray]) -> dict[str, int]:
-    """Count the examples whose likeliest choice is right by log-probability: in total (acc), per
+    """Count examples whose right choice has the highest log-probability: in total (acc), per
     character (acc_norm, like lm-evaluation-harness) or per token (acc_norm_tokens, like llm.c)."""
     right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
     for example, sums in zip(examples, losses, strict=True):

@@ -52,8 +52,8 @@ def pass_fits(net: nn.Module, B: int, config: TrainConfig, world: World) -> bool
     fits = True
     try:
         if torch.is_grad_enabled():
-            # Hold AdamW's two moments (Muon has one) in one piece, so that huge pages fit into it
-            # if a CPU's allocator keeps it. With many, the first step of 124M took 0.25 s longer.
+            # Hold AdamW's two moments (Muon has one) in one piece, so that huge pages fit if a
+            # CPU's allocator keeps it. With many pieces, 124M's first step took 0.25 s longer.
             num_moments = 2 * sum(p.numel() for p in net.parameters())
             held.append(torch.empty(num_moments, device=world.device))
             held.extend(torch.empty_like(p) for p in net.parameters())

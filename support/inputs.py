@@ -101,7 +101,7 @@ class Reader:
         num_bad = head.decode(errors="replace").count("\ufffd")
         is_text = not (head.startswith(NOT_TEXT) or b"\0" in head or 2 * num_bad > len(head))
         if kind != "parquet" and not is_text:
-            self.note("skipped, no text in UTF-8", raw.name)
+            self.note("skipped, not UTF-8 text", raw.name)
         elif kind:
             for number, record in enumerate(records(stream, kind, self.text_field), 1):
                 text = self.text_of(record, f"{raw.name}, record {number}")
@@ -140,7 +140,7 @@ class Reader:
 
 
 def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
-    """Yield the lines, elements or rows of a file, which are dicts or anything else."""
+    """Yield the lines, elements or rows of a file, which need not be dicts."""
     if kind == "jsonl":
         for line in stream:
             record = None
@@ -199,7 +199,7 @@ def elements(stream: io.TextIOWrapper) -> Iterator:
         # Keep blocks small, since removing an element copies the rest of the text.
         block = stream.read(max(1 << 14, len(text)))
     if not text.startswith("]"):
-        raise ValueError("its array has no end, or an element that is not JSON")
+        raise ValueError("its array never ends, or holds invalid JSON")
 
 
 # GPT-2's pattern always begins a token at white space after a visible character, and at the last of

@@ -12,7 +12,7 @@ from support.ranks import World
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2
 RMS = 0.2  # target size of an update, typical of AdamW (Liu et al.)
-MAX_ENTRIES = 1 << 25  # that a rank orthogonalizes at a time, using 7 times 128 MiB of memory
+MAX_ENTRIES = 1 << 25  # the most a rank orthogonalizes at a time, in 7 * 128 MiB of memory
 
 
 class Matrix(NamedTuple):
@@ -32,7 +32,7 @@ class MuonAdamW(torch.optim.AdamW):
     learning rate suits both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
-        """Take AdamW's groups and options, and for each parameter of Muon the numbers of rows of
+        """Take AdamW's groups and options, and for each parameter of Muon, the row counts of
         the matrices stacked in it. With bf16, orthogonalize these matrices in bfloat16."""
         super().__init__(groups, **options)
         self.matrices = matrices
@@ -82,7 +82,7 @@ class MuonAdamW(torch.optim.AdamW):
             m.weight.mul_(1 - lr * weight_decay).sub_(update)
 
     def orthogonal(self, tensors: list[Tensor]) -> Tensor:
-        """Return tensors of the same shape, orthogonalized: (n, rows, columns) float32. Each rank
+        """Orthogonalize tensors of the same shape: return (n, rows, columns) float32. Each rank
         computes a share of them, and the ranks exchange the results."""
         rank, size = self.world.rank, self.world.size
         if size == 1:

@@ -18,7 +18,7 @@ from support.tokenizer import load_gpt2
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
 HUB_FILES = ["config.json", "*.safetensors", "merges.txt", "vocab.json"]
-UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # masks in old files; wte again
+UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # old files' masks; copy of wte
 WRAPPERS = r"^(module\.|_orig_mod\.|transformer\.)+"  # name prefixes of DDP, compile and GPT
 SHAPE = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}  # ours -> theirs
 HF_SHAPE = SHAPE | {"seq_len": "n_positions"}
@@ -42,7 +42,7 @@ UNREADABLE = "is not a readable GPT-2, or was written by another version of this
 
 @dataclass
 class Pretrained:
-    """The weights of a network, and its properties according to their files."""
+    """The weights of a network, and what their files say about it."""
 
     path: Path
     shape: GPTConfig

@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks that torchrun started, or as the only rank without
-    torchrun. All methods are collective: all ranks must call the same ones in the same order."""
+    """This process's place among torchrun's ranks. Without torchrun, it is the only rank. All
+    methods are collective: all ranks must call the same ones in the same order."""
 
     rank: int
     size: int
@@ -40,7 +40,7 @@ class World:
 
     def gather_rows(self, rows: Tensor):
         """Fill rows, (ranks, ...), in place. Rank i contributes row i."""
-        # As bytes, because some versions of gloo can't gather bfloat16.
+        # Use bytes, as some versions of gloo can't gather bfloat16.
         parts = list(rows.view(torch.uint8))
         dist.all_gather(parts, parts[self.rank].clone())
 
@@ -59,7 +59,7 @@ class World:
         """Call function(*args) on the main rank, and return its result on every rank. If the
         call raises an error, every rank ends, and the main rank prints the reason."""
         result = self.call_on_all(lambda: function(*args) if self.is_main else None)
-        return self.gather(result)[0]  # type: ignore[return-value]  # the main rank's is a Result
+        return self.gather(result)[0]  # type: ignore[return-value]  # rank 0's value is a Result
 
     def call_on_all(self, function: Callable[..., Result], *args) -> Result:
         """Call function(*args) on every rank, and return this rank's result. If the call fails on
@@ -94,7 +94,7 @@ class World:
             for name, value in main_values.items():
                 if theirs[name] != value:
                     text = f"{name} is {theirs[name]} on rank {rank} and {value} on rank 0"
-                    self.end_all(UserError(f"{text}: all ranks need the same"))
+                    self.end_all(UserError(f"{text}: all ranks must agree"))
 
 
 def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
@@ -120,7 +120,7 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
         local_size = max(local_size, local_rank + 1)
         if local_size > num_gpus:
             visible = f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '(not set)')}"
-            text = f"--nproc_per_node={local_size} is more than the {num_gpus} GPUs ({visible})"
+            text = f"--nproc_per_node={local_size} exceeds the {num_gpus} GPUs ({visible})"
             raise UserError(f"{text}: try --nproc_per_node={num_gpus}")
         return World(rank, size, torch.device("cuda", local_rank))
     return World(rank, size, torch.device("mps" if has_mps and kind != "cpu" else "cpu"))
@@ -144,7 +144,7 @@ def process_group(world: World) -> Iterator[None]:
 
 
 def connect(backend: str):
-    # Wait longer than the watchdog, so that it ends a hang first, as it shows the stacks.
+    # Wait longer than the watchdog: it should end a hang first, because it shows stacks.
     limit = timedelta(seconds=TIMEOUT_S + 60)
     try:
         # After a restart, torchrun's store still has the old ranks' addresses, so use a new prefix.
@@ -173,6 +173,6 @@ def check_ranks_agree(model: nn.Module, step: int, world: World):
     others = [str(rank) for rank, result in enumerate(results) if result != most_common]
     reason = "" if most_common[1] else "the weights are not finite"
     if others:
-        reason = f"rank {', '.join(others)} has different weights from the others"
+        reason = f"the weights differ on rank {', '.join(others)}"
     if reason:
         world.end_all(NumericalError(f"after step {step} {reason}; nothing was saved"))

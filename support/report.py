@@ -111,7 +111,7 @@ def warn_if_slow(run: Run, seconds: float):
 
 
 def warn_if_overfitting(run: Run):
-    """Warn once if the validation loss is 2% above its best, from over a third of the run ago."""
+    """Warn once if the validation loss is 2% above its best, set over a third of the run ago."""
     if run.log.has_warned or run.step not in run.val_losses:  # step unsaved or loss not finite
         return
     best = min(run.val_losses, key=run.val_losses.__getitem__)

@@ -51,7 +51,7 @@ class Run:
 
 def state_of(run: Run) -> dict:
     """Return the contents of state.json: all that a resume needs besides weights and moments."""
-    # We save no random generator's state, as all randomness depends only on the seed and step.
+    # We save no RNG state, as all randomness depends only on the seed and step.
     return {
         "step": run.step,
         "position": run.loader.position,  # the loader's whole state
@@ -95,7 +95,7 @@ def save(run: Run):
 
 def write_checkpoint(run: Run):
     started = time.perf_counter()
-    # A background thread would have to copy it all first, to gain only two seconds per 250 steps.
+    # A background thread would first copy everything, just to save two seconds per 250 steps.
     path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
     if not run.has_read_back:
         checkpoint.check_read_back(path, run.model, run.optimizer)
@@ -135,7 +135,7 @@ def finish(run: Run):
     run.signals.phase = Phase.LEAVING
     if not run.world.is_main:
         return
-    # This comes after the last evaluation, since a run killed during that is not complete.
+    # This comes after the last evaluation, since a run killed during it is incomplete.
     path = run.out_dir / f"step_{run.step:06d}"
     summary = {"steps": run.step, "checkpoint": path.name}
     text = f"done: {run.step:,} steps"

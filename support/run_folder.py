@@ -73,8 +73,8 @@ def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
 
 
 def check_disk_space(out_dir: Path, num_params: int, keep: int):
-    """Raise UserError if the disk that out_dir is or will be on lacks space for the run's
-    checkpoints. While one is being written, `keep` older ones and the best are still on disk."""
+    """Raise UserError if the disk for out_dir lacks space for the run's checkpoints. While
+    one is being written, `keep` older ones and the best are still on disk."""
     num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
     num_bytes = num_more * 12 * num_params  # weights and two moments in float32
     parents = [out_dir.absolute(), *out_dir.absolute().parents]

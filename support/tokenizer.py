@@ -1,4 +1,4 @@
-"""The byte tokenizer and GPT-2's, each made from two files. A checkpoint has those of its own."""
+"""The byte tokenizer and GPT-2's, each made from two files. Checkpoints hold their own copies."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import numpy as np
 
 from support.ending import DISK_ERRNOS, UserError
 
-END_OF_TEXT = "<|endoftext|>"  # the last id of both tokenizers; precedes each document
+END_OF_TEXT = "<|endoftext|>"  # both tokenizers' last id; it precedes each document
 OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 URLS = {"vocab.json": OPENAI + "encoder.json", "merges.txt": OPENAI + "vocab.bpe"}
 SHA256 = {  # as in tiktoken_ext/openai_public.py

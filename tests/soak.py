@@ -145,7 +145,7 @@ class SoakedRun:
             codes, err = self.live(rng, death)
             self.read_log()
             counts.update(["starts", death] if any(codes) else ["starts"])
-            counts["fell back"] += "trying the checkpoint before it" in err
+            counts["fell back"] += "trying the previous checkpoint" in err
             # 1: a rank has lost another one, or Ctrl-C came before main; 2: the data is damaged
             allowed = {0, 3, 6, 130, 137, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
             allowed |= {1} if self.ranks > 1 or "KeyboardInterrupt" in err or not err else set()

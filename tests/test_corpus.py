@@ -174,7 +174,7 @@ def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):
     data = open_folder(prepared)
     check_data(data, 16, "bytes", 257)
     check_data(data, 16, "unknown", 50257)
-    with pytest.raises(UserError, match="--data-dir has bytes ids: redo with --tokenizer gpt2"):
+    with pytest.raises(UserError, match="prepare --data-dir with --tokenizer gpt2, not bytes"):
         check_data(data, 16, "gpt2", 50257)
     with pytest.raises(UserError, match="holds token 256, but the network only knows 0 to 64"):
         check_data(data, 16, "unknown", 65)

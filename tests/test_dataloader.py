@@ -56,8 +56,8 @@ REFUSED = {  # the first word is the file's name
     "a.npy, header without end": (npy().replace(b"}", b" "), ""),
     "a.npy, header without sense": (npy().replace(b"<u2", b"<02"), ""),
     "train.bin, odd size": (RAW[:-1], "holds 999.5 tokens, its header says 999"),
-    "train.bin, text": (b"To be, or not to be\n" * 50, "holds text, or 32-bit"),
-    "train.bin, int32": (TOKENS.astype("<i4").tobytes(), "holds text, or 32-bit numbers"),
+    "train.bin, text": (b"To be, or not to be\n" * 50, "holds text or 32-bit"),
+    "train.bin, int32": (TOKENS.astype("<i4").tobytes(), "holds text or 32-bit numbers"),
     "train.bin, id too large": ((TOKENS + 49258).tobytes(), "holds 50257, not one of GPT-2's"),
 }
 

@@ -468,7 +468,7 @@ def test_a_resume_needs_no_room_for_the_checkpoints_that_are_there(trial):
 OTHER_MACHINES = {
     "no checkpoint": (2, "the checkpoint is .* on rank 1 and .* on rank 0"),
     "a part of one": (2, "the checkpoint is .* on rank 1 and .* on rank 0"),
-    "other weights": (4, "rank 1 has different weights"),
+    "other weights": (4, "the weights differ on rank 1"),
 }
 
 

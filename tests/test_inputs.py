@@ -305,13 +305,12 @@ def test_a_file_of_no_text_is_skipped_and_counted_and_alone_refused(kind, tmp_pa
     capsys.readouterr()
     assert prepare(tmp_path / "data", "--input", texts) == 0
     assert (
-        f"skipped, no text in UTF-8: 1, the first: {texts / '50.'}{kind}\n"
-        in capsys.readouterr().out
+        f"skipped, not UTF-8 text: 1, the first: {texts / '50.'}{kind}\n" in capsys.readouterr().out
     )
     for split in ("train", "val"):
         assert stream(tmp_path / "data", split) == stream(tmp_path / "texts only", split)
     assert prepare(tmp_path / "alone", "--input", texts / f"50.{kind}") == 2
-    assert "0 tokens for train, too few: skipped, no text in UTF-8: 1" in error_of(capsys)
+    assert "0 tokens for train, too few: skipped, not UTF-8 text: 1" in error_of(capsys)
     assert not (tmp_path / "alone.unfinished").exists()
 
 

@@ -34,8 +34,8 @@ REFUSED = [  # what torchrun sets, GPUs, --device
     (ONE | {"RANK": "2", "WORLD_SIZE": "2"}, 0, "auto", "RANK 2 .* WORLD_SIZE 2"),
     (ONE | {"WORLD_SIZE": "0"}, 0, "auto", "RANK 0 .* WORLD_SIZE 0"),
     (ONE | {"LOCAL_RANK": "1e30"}, 0, "auto", "must be integers .*1e30.*: use torchrun"),
-    (EIGHT, 4, "auto", "nproc_per_node=8 is more than the 4 GPUs .*0,1,2,3.* try .*=4"),
-    (ONE | {"LOCAL_RANK": "1"}, 1, "cuda", "nproc_per_node=2 is more than the 1 GPUs"),
+    (EIGHT, 4, "auto", "nproc_per_node=8 exceeds the 4 GPUs .*0,1,2,3.* try .*=4"),
+    (ONE | {"LOCAL_RANK": "1"}, 1, "cuda", "nproc_per_node=2 exceeds the 1 GPUs"),
     ({}, 0, "cuda", "--device cuda: PyTorch sees no GPU"),
     ({}, 0, "mps", "--device mps: there is no Apple GPU"),
 ]
@@ -110,7 +110,7 @@ def have_no_number(world: World):
 
 ENDS = [
     (fail_on_main, 7, "none is good"),
-    (differ, 2, "--seed is 1 on rank 1 and 0 on rank 0: all ranks need the same"),
+    (differ, 2, "--seed is 1 on rank 1 and 0 on rank 0: all ranks must agree"),
     (have_no_number, 4, "seen by rank 0"),
 ]
 

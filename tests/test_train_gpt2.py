@@ -472,7 +472,7 @@ def test_a_loss_that_is_not_finite_enters_no_weight(data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", learning_rate=1e6, save_every=1)
     code, _, err = train(line, tmp_path, 2)
     assert code == 4
-    assert re.fullmatch(r"train_gpt2.py: error: step \d+ gave loss .* not applied.*\n", err)
+    assert re.fullmatch(r"train_gpt2.py: error: step \d+ gave loss .* no update.*\n", err)
     assert (tmp_path / "rank1.err").read_text() == ""
     last = max(losses(tmp_path / "run"))
     assert f"step {last} is saved" in err
@@ -736,7 +736,7 @@ MISTAKES = {
     "--out-dir run --resume --no-muon": "--no-muon: the run in run has --muon: leave it out",
     "--init-from nobody/none": "--init-from nobody/none: no such",
     "--init-from flipped/step_000003": "flipped/step_000003/model.safetensors is damaged",
-    f"{WEIGHTS} weights50257": "--data-dir has bytes ids.* --tokenizer gpt2",
+    f"{WEIGHTS} weights50257": "prepare --data-dir with --tokenizer gpt2",
     f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has --n-head 2: leave it out",
     f"{WEIGHTS} weights257 --seq-len 64": "--seq-len 64: weights257 has --seq-len 16: leave it out",
     f"{WEIGHTS} weights100": "token 256, but the network only knows 0 to 99",
