@@ -27,7 +27,7 @@ class TrainConfig:
     init_from: str = flag("", "initial weights: folder, file or name on the hub", "refuse")
     seed: int = flag(1337, "seed of the weights, the data order and samples", "refuse")
     save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
-    keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # one may get damaged
+    keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # in case of damage
     device: str = flag("auto", "device to train on", "per command", DEVICES)
     deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)", "inexact")
     eval_only: bool = flag(False, "evaluate a run or weights without training", "per command")
@@ -238,7 +238,7 @@ def resolve(
         rules["fp16"] = True  # a T4 or V100 has float16 in hardware
     if asked.get("fp16"):
         rules["bf16"] = False
-    # Not with --init-from: networks trained in float32 can have values too big for bfloat16 sums.
+    # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
     return TrainConfig(**flags), off

@@ -73,7 +73,7 @@ def open_shard(path: Path) -> Shard:
         shard = recognize(path)
         on_disk = (path.stat().st_size - shard.offset) / TOKEN.itemsize
         if on_disk != shard.num_tokens or not on_disk:
-            raise ValueError(f"holds {on_disk:,.10g} tokens, its header says {shard.num_tokens:,}")
+            raise ValueError(f"holds {on_disk:,.10g} tokens; its header says {shard.num_tokens:,}")
         return shard
     except Exception as error:  # numpy parses .npy headers as Python, which may fail in any way
         cure = f"copy it again, or write it with {PREPARE}"
@@ -195,7 +195,7 @@ def permuted(number: int, length: int, seed: int, epoch: int) -> int:
 
 @lru_cache(maxsize=4096)
 def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
-    """Return the start, below T, of an epoch's first sequence in a shard. Later epochs cut the text
+    """Return where in a shard an epoch's first sequence starts (below T). Later epochs cut the text
     at new places, which improved the best validation loss on 135 kB from 1.907 to 1.721."""
     if epoch == 0:
         return 0

@@ -193,7 +193,7 @@ class GPT(nn.Module):
         padding changes no other weight. LayerNorm gains keep their PyTorch default, 1."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
-            # With one generator per name, adding, removing or moving a parameter affects no other.
+            # With one generator per name, adding, removing or moving a parameter changes no other.
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if name.endswith("bias"):
                 p.zero_()

@@ -315,7 +315,7 @@ def notes(reader: Reader) -> list[str]:
 
 
 def report(folder: Path, manifest: dict, lines: list[str]):
-    """Print a summary of folder, and these lines."""
+    """Print a summary of folder, then these lines."""
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         tokens = sum(entry["tokens"] for entry in shards)

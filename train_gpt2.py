@@ -10,7 +10,7 @@ import sys
 from support import ending
 
 # By default, a waiting OpenMP thread spins 300,000 times and so occupies a core that other threads
-# may need. With four busy programs on two cores, a lower count cuts a step of nano from 2,100 to
+# may need. With four busy programs on two cores, a lower count cuts nano's step time from 2,100 to
 # 380 ms; on an idle machine, it costs 2%. torch reads this variable once, when it is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if __name__ == "__main__":
@@ -73,7 +73,7 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     if torch.__version__.startswith("2.5."):
         # Dynamo 2.5 can't split a graph with recomputed blocks at DDP's buckets; 2.6 can.
         torch._dynamo.config.optimize_ddp = not config.recompute
-    # Making the gradients views into DDP's buckets avoids a second copy in memory.
+    # Gradients that are views into DDP's buckets avoid a second copy in memory.
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
 
@@ -210,7 +210,7 @@ def train(run: Run) -> int:
     """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
     config = run.config
     if run.step == 0 and config.init_from:
-        save(run)  # so that --steps 1 converts other formats to a checkpoint
+        save(run)  # so that a short run can convert other formats
     # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
     # repeats an evaluation that is due, because the previous process may have died during it.
     evaluate_if_due(run)

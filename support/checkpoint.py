@@ -169,7 +169,7 @@ def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
 
 def check_round_trip(model: GPT, tokenizer: str, path: Path):
     """Raise an error unless saving the network and reading it back would preserve it. Thus, a code
-    change that breaks saving fails before the first step, not at a resume. Messages name path."""
+    change that breaks saving fails before the first step, not at a resume. path is for errors."""
     settings = json.loads(as_json(pretrained.hf_config(model.config, tokenizer)))
     check_same(pretrained.from_hf(settings, pretrained.hf_weights(model), path), model)
 

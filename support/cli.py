@@ -63,7 +63,7 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str):  # type: ignore[override]  # argparse's never returns either
         switch = re.match("argument (--.+)/(--no-.+): ignored explicit", message)
         if switch:
-            raise UserError(f"{switch[1]} is a switch: type it, or {switch[2]}")
+            raise UserError(f"{switch[1]} takes no value, nor does {switch[2]}")
         hint = "see --help"
         number = re.search(r"invalid (int|float) value: '(.*)'", message)
         if number:

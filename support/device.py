@@ -38,7 +38,7 @@ def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping
     is_cuda = device.type == "cuda"
     is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4 or V100
     # Linux lists a CPU's bfloat16 instructions as avx512_bf16, amx_bf16 or, on Arm, bf16. They cut
-    # a step of nano on two cores of an AMD EPYC from 95 ms to 46 ms.
+    # nano's step on two cores of an AMD EPYC from 95 ms to 46 ms.
     has_instructions = device.type == "cpu" and re.search(r"\w*bf16\b", cpuinfo())
     if not is_cuda or is_old:
         name = device_name(device) if is_cuda else device.type

@@ -40,7 +40,7 @@ class RunError(Exception):
 
 
 class UserError(RunError):
-    exit_code = 2  # the message names the flag and the cure
+    exit_code = 2  # for errors whose message names the cure
 
 
 class NumericalError(RunError):
@@ -90,7 +90,7 @@ class Phase(Enum):
 
 class StopSignals:
     """Handles stop signals according to the phase of the run. It raises KeyboardInterrupt to stop
-    at once. In phase UNSAVED, only a signal more than SECOND_SIGNAL_S after the first does so. It
+    at once. In phase UNSAVED, that takes a signal over SECOND_SIGNAL_S after the first. It
     ignores SIGHUP (a closed terminal), except under torchrun, which then stops its ranks."""
 
     def __init__(self, is_main: bool):

@@ -153,7 +153,7 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
         return []
     codec = require_tokenizer(tokenizer)
     if VOCAB_SIZES[tokenizer] > vocab_size:
-        raise UserError(f"--hellaswag: {tokenizer} has more ids than the network's {vocab_size}")
+        raise UserError(f"--hellaswag: {tokenizer} tokens exceed the network's {vocab_size} ids")
     if not os.path.isfile(path):  # reading a pipe would wait forever
         raise UserError(f"--hellaswag {path}: there is no such file")
     where, examples = f"--hellaswag {path}", []

@@ -22,7 +22,7 @@ def whole_file(path: Path):
 
 
 def sync(folder: Path):
-    """Sync the names in a folder to disk. Otherwise, a power failure may lose a new file."""
+    """Sync the names in a folder to disk. Otherwise, a new file may be lost in a power failure."""
     if os.name == "posix":
         number = os.open(folder, os.O_RDONLY)
         os.fsync(number)

@@ -168,7 +168,7 @@ def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
 
 def table_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator:
     """Yield the rows of a table, and None for a row whose quotes are wrong. Raise ValueError if a
-    quote in the last row never closes, since that row may have swallowed most of the file."""
+    quote in the last row is never closed, since that row may have swallowed most of the file."""
     csv.field_size_limit(1 << 28)
     table = csv.DictReader(text, restkey=EXTRA_CELLS, delimiter=delimiter, strict=True)
     while True:
@@ -179,7 +179,7 @@ def table_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator:
             return
         except csv.Error as error:
             if "unexpected end of data" in str(error):
-                raise ValueError(f"a quote after line {before} never closes") from error
+                raise ValueError(f"a quote after line {before} is never closed") from error
             yield None
 
 

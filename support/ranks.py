@@ -109,7 +109,7 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
     except ValueError as error:
         raise UserError(f"RANK and the like must be integers ({error}): use torchrun") from error
     if not 0 <= rank < size or local_rank < 0:
-        raise UserError(f"RANK {rank} must be at least 0, and below WORLD_SIZE {size}")
+        raise UserError(f"RANK {rank} must be at least 0 and below WORLD_SIZE {size}")
 
     has_mps = torch.backends.mps.is_available() and size == 1
     if kind == "cuda" and not num_gpus:

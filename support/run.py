@@ -73,7 +73,7 @@ def restore(run: Run, path: Path, state: dict):
     run.loader.position = state["position"]
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
-    # JSON has turned the steps, which are keys, into text.
+    # JSON turned the steps, which are keys, into strings.
     run.losses = {int(step): loss for step, loss in state["losses"].items()}
     run.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
     # Runs save before they validate, so only summary.json has the last validation loss.

@@ -137,7 +137,7 @@ def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
 
 
 def vocab_cure() -> str:
-    """Return instructions for getting GPT-2's files, with and without a network."""
+    """Return instructions for getting GPT-2's files, online or offline."""
     code = "import tiktoken; tiktoken.get_encoding('gpt2')"
     files = " and ".join(f"{URLS[name]} as {path.name}" for name, path in cached_files().items())
     cure = f"download {files} elsewhere, copy both here, and set TIKTOKEN_CACHE_DIR to their folder"

@@ -204,7 +204,7 @@ MISTAKES = {
     "--decay-to 1.5": "--decay-to 1.5 must be at most 1",
     "--model gpt3": "--model: invalid choice: 'gpt3'",
     "--lerning-rate 3": "--lerning-rate 3; did you mean --learning-rate?",
-    "--compile=0": "--compile is a switch: type it, or --no-compile",
+    "--compile=0": "--compile takes no value, nor does --no-compile",
     "--compile true": "arguments: true; flags begin with --, a switch takes no value",
     "config/train.py": "arguments: config/train.py; .* there are no config files",
     "--prompt a --prompt=b": "--prompt was given 2 times",

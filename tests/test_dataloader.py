@@ -40,10 +40,10 @@ def test_a_written_shard_reads_back_and_is_llmcs_byte_for_byte(tmp_path):
 
 REFUSED = {  # the first word is the file's name
     "a.bin, empty": (b"", "starts with 0, 0 instead of 20240520, 1"),
-    "a.bin, header only": (llmc(0, tokens=b""), "holds 0 tokens, its header says 0"),
-    "a.bin, cut by a byte": (llmc()[:-1], "holds 999.5 tokens, its header says 1,000"),
-    "a.bin, cut in half": (llmc()[:1512], "holds 244 tokens, its header says 1,000"),
-    "a.bin, too long": (llmc() + b"ab", "holds 1,001 tokens, its header says 1,000"),
+    "a.bin, header only": (llmc(0, tokens=b""), "holds 0 tokens; its header says 0"),
+    "a.bin, cut by a byte": (llmc()[:-1], "holds 999.5 tokens; its header says 1,000"),
+    "a.bin, cut in half": (llmc()[:1512], "holds 244 tokens; its header says 1,000"),
+    "a.bin, too long": (llmc() + b"ab", "holds 1,001 tokens; its header says 1,000"),
     "a.bin, foreign": (llmc(magic=20240521), "starts with 20240521, 1 instead"),
     "a.bin, of Llama 3": (llmc(magic=20240801, version=7), "starts with 20240801, 7 instead"),
     "a.bin, other version": (llmc(version=2), "starts with 20240520, 2 instead"),
@@ -55,7 +55,7 @@ REFUSED = {  # the first word is the file's name
     "a.npy, cut": (npy()[:-1], "mmap length is greater than file size"),
     "a.npy, header without end": (npy().replace(b"}", b" "), ""),
     "a.npy, header without sense": (npy().replace(b"<u2", b"<02"), ""),
-    "train.bin, odd size": (RAW[:-1], "holds 999.5 tokens, its header says 999"),
+    "train.bin, odd size": (RAW[:-1], "holds 999.5 tokens; its header says 999"),
     "train.bin, text": (b"To be, or not to be\n" * 50, "holds text or 32-bit"),
     "train.bin, int32": (TOKENS.astype("<i4").tobytes(), "holds text or 32-bit numbers"),
     "train.bin, id too large": ((TOKENS + 49258).tobytes(), "holds 50257, not one of GPT-2's"),

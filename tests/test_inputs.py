@@ -250,7 +250,9 @@ def test_wrong_quotes_are_counted_and_one_that_never_closes_is_an_error(tmp_path
     texts, notes = read_all(tmp_path / "a.csv")
     assert texts == [b"c"] and list(notes.values()) == [1]
     (tmp_path / "a.csv").write_bytes(b'id,text\n1,a\n2,"b\n' + b"3,c\n" * 10)
-    with pytest.raises(UserError, match=r"a.csv can't be read: a quote after line 2 never closes"):
+    with pytest.raises(
+        UserError, match=r"a.csv can't be read: a quote after line 2 is never closed"
+    ):
         read_all(tmp_path / "a.csv")
 
 

@@ -619,7 +619,7 @@ def test_tokens_without_their_vocabulary_are_ready_and_say_what_is_missing(hub, 
 
 BAD_SHARDS = {
     "a page": (b"<html>not found</html>" * 100, "is not a complete shard: starts with"),
-    "cut": (shard(0)[:-2], "holds 29,999 tokens, its header says 30,000"),
+    "cut": (shard(0)[:-2], "holds 29,999 tokens; its header says 30,000"),
     "ids": (shard(0, largest=50257), "holds token 50257, above 50256"),
 }
 

@@ -715,7 +715,7 @@ MISTAKES = {
     "--data-dir nowhere": "--data-dir nowhere .*--input",
     "--data-dir run/summary.json": "--data-dir run/summary.json is not a folder .*--input",
     "--data-dir .": "--data-dir . holds no shards of tokens: .*--input . --data-dir data/",
-    "--data-dir none": "none/train_1.bin .*holds 0 tokens, its header says 500",
+    "--data-dir none": "none/train_1.bin .*holds 0 tokens; its header says 500",
     "--data-dir llama": "llama/train_1.bin .*starts with 20240801, 7 instead of 20240520, 1",
     "--data-dir beyond --model gpt2": "beyond/train_1.bin .*60000.* 50256",
     "--seq-len 4096 --batch-tokens 8192": "--seq-len 4096 needs .* has 1009",
