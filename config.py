@@ -160,7 +160,7 @@ def muon_learning_rate(n_embd: int) -> float:
 
 
 SYNONYMS = {  # flags of nanoGPT, build-nanogpt and llm.c, and their equivalents
-    "--batch-size": "--micro-batch-size, sequences per pass, or --batch-tokens, tokens per step",
+    "--batch-size": "--micro-batch-size (sequences per pass) or --batch-tokens (tokens per step)",
     "--block-size": "--seq-len",
     "--cosine": "--schedule cosine",
     "--dataset": "--data-dir, a folder of token shards",

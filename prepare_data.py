@@ -289,7 +289,7 @@ def prepare(config: PrepareConfig):
     has_records = any(RECORDS.search(file.lower()) for file in files)
     if config.text_field != "text" and not has_records:
         kinds = ".jsonl, .json, .csv, .tsv and .parquet"
-        raise UserError(f"--text-field is for {kinds}: leave it out, or save the table as .csv")
+        raise UserError(f"--text-field is for {kinds}: leave it out, or save a table as .csv")
     reader = Reader(files, config.text_field)
     if folder.exists():
         if not (folder / MANIFEST).exists():

@@ -117,7 +117,7 @@ class StopSignals:
         if self.phase is Phase.LEAVING:
             return
         is_first = not self.received
-        # Record it even if we raise below: in a destructor, Python drops KeyboardInterrupt.
+        # Record the signal first: Python drops a KeyboardInterrupt raised in a destructor.
         now = time.monotonic()
         self.received_at = min(now, self.received_at)
         if self.phase is Phase.UNSAVED and now - self.received_at <= SECOND_SIGNAL_S:
@@ -132,7 +132,7 @@ class StopSignals:
 
 
 def ignore_signals():
-    """Ignore all stop signals. main() installs handlers and later ignores signals again, so that a
+    """Ignore all stop signals. main() installs handlers and at its end restores this, so that a
     late signal can't change the exit code of a run that has saved everything."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

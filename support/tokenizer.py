@@ -119,7 +119,7 @@ def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
 
         try:
             files = {name: read_file_cached(url, SHA256[name]) for name, url in URLS.items()}
-        except OSError as error:  # without a network, requests raises many kinds of errors
+        except OSError as error:  # offline, `requests` raises many kinds of errors
             if error.errno in DISK_ERRNOS:
                 raise
             raise UserError(f"no network: {vocab_cure()}, or use --tokenizer bytes") from error
