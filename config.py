@@ -199,7 +199,7 @@ def read_flags(argv: list[str], doc: str) -> dict:
         if typed.get(name) == "":  # from an unset shell variable, for example
             raise UserError(f"{spell(name)} is empty: give it a value, or leave it out")
     num_prompts = sum(arg == "--prompt" or arg.startswith("--prompt=") for arg in argv)
-    if num_prompts > 1:  # scripts append "$@", so for other flags the last one wins
+    if num_prompts > 1:  # other flags may repeat, so that scripts can append "$@"
         raise UserError(f"--prompt was given {num_prompts} times: give it once")
     for name in typed:
         if typed.get("eval_only") and name not in EVAL_FLAGS.split():

@@ -240,7 +240,7 @@ class ShardLoader:
         shard = self.shards[shard_index]
         start = (number - self.firsts[shard_index]) * self.T
         if self.seed is not None:
-            # The number of sequences stays the same, so the last two may overlap.
+            # The offset drops no sequence, so a shard's last two may overlap.
             start += epoch_offset(self.seed, epoch, shard_index, self.T)
             start = min(start, shard.num_tokens - self.T - 1)
         return shard.read(start, self.T + 1)

@@ -32,8 +32,8 @@ class MuonAdamW(torch.optim.AdamW):
     learning rate suits both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
-        """Take AdamW's groups and options. `matrices` pairs each weight that Muon updates with the
-        row counts of its matrices. With bf16, orthogonalize these matrices in bfloat16."""
+        """Take AdamW's groups and options. `matrices` holds Muon's weights, each with the row
+        counts of the matrices in it. With bf16, orthogonalize these matrices in bfloat16."""
         super().__init__(groups, **options)
         self.matrices = matrices
         self.dtype = torch.bfloat16 if bf16 else torch.float32

@@ -28,7 +28,7 @@ def checkpoints(out_dir: Path) -> list[Path]:
 
 def choose_out_dir(name: str, resume: bool) -> Path:
     """Return the folder that --out-dir names. Without a name, return the next free folder of
-    out/001, out/002, ..., or, to resume, the newest. Raise UserError if it holds other files."""
+    out/001, out/002, ..., or, to resume, the newest. Raise UserError if a run can't use it."""
     if not name:
         runs = [p.name for p in Path("out").glob("*") if re.fullmatch("[0-9]{3,9}", p.name)]
         newest = max(map(int, runs), default=0)
