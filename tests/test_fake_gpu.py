@@ -15,7 +15,7 @@ from test_pretrained import copy_of_program
 CXX = shutil.which(stand_in.CXX)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CXX, reason="needs a C++ compiler")]
 NEEDS_TRITON = pytest.mark.skipif(not find_spec("triton"), reason="needs triton")
-STEPS, PASSES = 3, 12  # of a run, of a step
+STEPS, PASSES = 3, 6  # of a run, of a step
 FLAGS = ["", "--no-fused", "--fp16", "--no-bf16 --muon", "--bf16-residual --no-tf32", "--no-flash"]
 FLAGS += ["--loss-chunk-tokens=16", "--recompute --no-pad-vocab", "--dropout=0.1 --muon"]
 COMPILED = ["--compile --muon", "--compile --recompute --loss-chunk-tokens=8"]
