@@ -58,7 +58,7 @@ REFUSED = {  # the first word is the file's name
     "train.bin, odd size": (RAW[:-1], "holds 999.5 tokens; its header says 999"),
     "train.bin, text": (b"To be, or not to be\n" * 50, "holds text or 32-bit"),
     "train.bin, int32": (TOKENS.astype("<i4").tobytes(), "holds text or 32-bit numbers"),
-    "train.bin, id too large": ((TOKENS + 49258).tobytes(), "holds 50257, not one of GPT-2's"),
+    "train.bin, id too large": ((TOKENS + 49258).tobytes(), "and 50257 is not a GPT-2 token"),
 }
 
 
