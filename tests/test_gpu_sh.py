@@ -23,6 +23,7 @@ from test_ladder import REPO, copy_of_project
 
 @NEEDS_POSIX
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_parts_run_also_after_one_was_killed(tmp_path):
     project = copy_of_project(tmp_path / "project")
     for name in ("gpu.sh", "README.md", "reference.json"):
