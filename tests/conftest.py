@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,12 +60,12 @@ NEEDS_GPT2 = pytest.mark.skipif(
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """As many tests at once, since most of them wait for processes; one where single files are
-    asked for, or what they print."""
+    """A worker per core, since each one imports torch twice: on two cores, two take 203 s for what
+    four take 248. None for single files, or to see what tests print."""
     paths = [Path(arg.partition("::")[0]) for arg in config.args]
     if config.option.capture == "no" or all(path.is_file() for path in paths):
         return 0
-    return 4
+    return min(4, os.cpu_count() or 1)
 
 
 def pytest_configure(config):
@@ -145,14 +145,15 @@ def data_dir(once) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(data_dir, once) -> dict[int, Path]:
-    """Folders of uninterrupted runs, on 1, 2 and 3 ranks."""
+    """Folders of uninterrupted runs by number of ranks, each made when it is first asked for."""
 
-    def make(folder: Path):
-        for ranks in (1, 2, 3):
-            code, _, err = train(flags(data_dir=data_dir, out_dir=ranks), folder, ranks)
-            assert code == 0, err
+    class Runs(dict):
+        def __missing__(self, ranks: int) -> Path:
+            make = partial(run, data_dir=data_dir, ranks=ranks)
+            self[ranks] = once(f"whole-{ranks}", make) / "run"
+            return self[ranks]
 
-    return {ranks: once("whole", make) / str(ranks) for ranks in (1, 2, 3)}
+    return Runs()
 
 
 def make_data(folder: Path) -> Path:
@@ -245,6 +246,7 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after, in
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one
 
     train_gpt2.log_step = log_and_die
+    train_gpt2.ending.TIMEOUT_S = 100  # a hang shows its stacks before its test gives up
     # These take a quarter of a second each, and no number of a run depends on them.
     train_gpt2.device.matmul_tflops = lambda *_: 1.0
     if "--log-every" not in argv:  # a test that wants loss.png says so by this flag

@@ -179,8 +179,11 @@ def test_the_programs_folder_may_have_any_name(tmp_path, monkeypatch, name):
     assert device.commit() == ""  # that repository says nothing about a copy in it
 
 
+HANGS = pytest.param("/bin/sleep 60", marks=pytest.mark.slow)
+
+
 @NEEDS_POSIX
-@pytest.mark.parametrize("script", [None, "exit 1", "/bin/sleep 60", "printf '\\377'"])
+@pytest.mark.parametrize("script", [None, "exit 1", HANGS, "printf '\\377'"])
 def test_a_git_that_does_not_answer_costs_nothing(tmp_path, script, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     if script:

@@ -98,11 +98,12 @@ def test_the_loss_of_an_answer_is_the_sum_over_its_tokens():
         assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
-def test_choices_are_those_of_an_independent_scoring(tmp_path):
-    """500 questions, one at a time, by transformers, as the lm-evaluation-harness scores them."""
+@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_choices_are_those_of_an_independent_scoring(count, tmp_path):
+    """Questions, one at a time, by transformers, as the lm-evaluation-harness scores them."""
     oracle = hugging_face(GPTConfig(257, 32, 2, 2, 32), spread=0.1)
     oracle.save_pretrained(tmp_path / "hf")
-    path = questions(tmp_path, 500)
+    path = questions(tmp_path, count)
     right = {"hellaswag_acc": [], "hellaswag_acc_norm_tokens": [], "hellaswag_acc_norm": []}
     choices = []
     for question in map(json.loads, path.read_text().splitlines()):

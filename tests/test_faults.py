@@ -461,7 +461,7 @@ def test_a_fault_ends_the_run_with_its_code_in_one_line_and_costs_no_checkpoint(
     if code > 1:
         lines = [line for line in err.splitlines() if line.startswith("train_gpt2.py: ")]
         assert "Traceback" not in err or fault == "that Python ignores", err
-        assert len(lines) == (code != 3) and len({p.exitcode for p in processes}) == 1
+        assert len(lines) == (code != 3) and len({p.exitcode for p in processes}) == 1, err
     trial.goes_on(ranks)
 
 

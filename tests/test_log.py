@@ -170,7 +170,7 @@ def test_only_a_terminal_gets_lines_that_overwrite_themselves(is_terminal, is_ma
     stderr = io.StringIO()
     stderr.isatty = lambda: bool(is_terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
-    for _ in log_module.progress(range(3), "validation", bool(is_main)):
+    for _ in log_module.progress(range(2), "validation", bool(is_main)):
         time.sleep(0.6)
     assert ("validation" in stderr.getvalue()) == bool(is_terminal and is_main)
 

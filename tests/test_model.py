@@ -113,12 +113,12 @@ def check_against_hugging_face(config: GPTConfig, flash: bool, dtype: torch.dtyp
             assert (ours[: len(theirs)] - theirs).norm() <= rel * theirs.norm(), name
 
 
-LARGE = [pytest.param(f"gpt2-{size}", True, marks=pytest.mark.slow) for size in ("large", "xl")]
+LARGER = [
+    pytest.param(f"gpt2-{size}", True, marks=pytest.mark.slow) for size in ("medium", "large", "xl")
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "flash"), [("gpt2", False), ("gpt2", True), ("gpt2-medium", True), *LARGE]
-)
+@pytest.mark.parametrize(("name", "flash"), [("gpt2", False), ("gpt2", True), *LARGER])
 def test_two_layers_of_each_shape_train_as_hugging_faces(name, flash):
     config = replace(SHAPES[name], n_layer=2, vocab_size=997, seq_len=32)
     check_against_hugging_face(config, flash, torch.float32)

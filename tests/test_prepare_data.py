@@ -206,7 +206,9 @@ def test_the_manifest_says_what_the_shards_hold(tmp_path):
     assert num_documents == 40
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
+@pytest.mark.parametrize(
+    "tokenizer", ["bytes", pytest.param("gpt2", marks=[NEEDS_GPT2, pytest.mark.slow])]
+)
 def test_workers_change_no_byte_and_the_tokens_are_the_tokenizers(tokenizer, tmp_path):
     files = inputs.standard_library()[::60]
     flags = ("--input", *files, "--tokenizer", tokenizer, "--shard-tokens", 20_011)
@@ -331,7 +333,13 @@ def unbroken_and_calls(texts: Path, tmp_path: Path, flags: tuple, monkeypatch) -
     return content(tmp_path / "whole"), Counter
 
 
-@pytest.mark.parametrize("fraction", [0.3, 1e-5], ids=["val drawn", "val the last tenths"])
+@pytest.mark.parametrize(
+    "fraction",
+    [
+        pytest.param(0.3, id="val drawn"),
+        pytest.param(1e-5, id="val the last tenths", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_any_write_the_same_command_goes_on(fraction, tmp_path, monkeypatch, capsys):
     texts = write_texts(tmp_path / "texts")
     flags = ("--shard-tokens", 2048, "--val-fraction", fraction)
@@ -454,6 +462,7 @@ def is_free(lock):
     return True
 
 
+@pytest.mark.slow
 @NEEDS_POSIX
 @NEEDS_GPT2
 def test_of_two_at_once_one_is_refused(tmp_path):
@@ -639,7 +648,7 @@ def content_names(tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "data").iterdir()}
 
 
-@pytest.mark.parametrize("lie", [-100, 100])
+@pytest.mark.parametrize("lie", [-100, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_server_that_lies_about_the_length_gives_no_shard(lie, hub, tmp_path):
     hub.lie = lie
     code, _, error = download(tmp_path / "data", hub, "--shards", 1)
