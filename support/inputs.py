@@ -28,8 +28,11 @@ BOM = b"\xef\xbb\xbf"  # Windows puts these bytes in front of UTF-8 text
 
 def standard_library() -> list[str]:
     """Return the standard library's .py files: 30 MB that every machine has."""
-    root = sysconfig.get_path("stdlib")
-    return [f for f in files_in([root]) if f.endswith(".py") and "-packages" not in f[len(root) :]]
+    files: list[str] = []
+    for folder, names, children in os.walk(sysconfig.get_path("stdlib")):
+        names[:] = [name for name in names if not name.endswith("-packages")]  # pip's
+        files += [os.path.join(folder, child) for child in children if child.endswith(".py")]
+    return sorted(filter(os.path.isfile, files))
 
 
 def files_in(inputs: Iterable[str]) -> list[str]:
@@ -43,19 +46,17 @@ def files_in(inputs: Iterable[str]) -> list[str]:
             with suppress(ValueError, OSError):  # an invalid pattern, or a name that is too long
                 # Unlike glob.glob, Path.glob does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        tops = [top for top in tops if {p for p in top.parts if p[0] == "."} <= {*path.parts}]
         candidates = [str(top) for top in tops]
         for top in tops:
             for folder, names, children in os.walk(str(top)):
                 names[:] = [child for child in names if child[0] != "."]  # .git has many files
-                candidates += [os.path.join(folder, child) for child in children]
-        has_files = False
-        for file in sorted(candidates):
-            is_hidden = any(part[0] == "." and part not in path.parts for part in Path(file).parts)
-            if not is_hidden and os.path.isfile(file):  # not a pipe or device
-                files.setdefault(os.path.realpath(file), file)
-                has_files = True
-        if not has_files:
+                candidates += [os.path.join(folder, child) for child in children if child[0] != "."]
+        found = [file for file in sorted(candidates) if os.path.isfile(file)]  # no pipes or devices
+        if not found:
             raise UserError(f"--input {name}: there is no such file")
+        for file in found:
+            files.setdefault(os.path.realpath(file), file)
     return list(files.values())
 
 
