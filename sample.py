@@ -68,7 +68,7 @@ def read_prompts() -> Iterator[str]:
     if log.is_terminal(sys.stdin):
         ending.print_error("type the beginning of a text, or Ctrl-D to end")
         while True:
-            ending.stop_watchdog()  # waiting for the user is not a hang
+            ending.watchdog.stop()  # waiting for the user is not a hang
             try:
                 yield input("prompt> ")
             except EOFError:
@@ -85,7 +85,7 @@ def read_prompts() -> Iterator[str]:
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
         for line in sys.stdin:
             yield line.removesuffix("\n")
-            ending.stop_watchdog()
+            ending.watchdog.stop()
     if not line:
         yield ""
 
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ending.INTERRUPTED
     finally:
-        ending.stop_watchdog()
+        ending.watchdog.stop()
 
 
 if __name__ == "__main__":

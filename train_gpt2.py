@@ -139,7 +139,7 @@ def train_step(run: Run) -> StepResult:
     loss_of_rank = torch.zeros((), device=world.device)
     started = time.perf_counter()
     for i in log.progress(range(num_micro_batches), f"step {run.step + 1}", world.is_main):
-        ending.reset_watchdog()
+        ending.watchdog.reset()
         x, y = evaluate.to_device(run.loader.next_batch(), world.device)
         # DDP averages the gradients during backward, but only the last micro-batch needs this. DDP
         # decides in forward whether to average, so both passes must be inside the context.
@@ -537,7 +537,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return exit_code
     finally:
-        ending.stop_watchdog()
+        ending.watchdog.stop()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,13 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -27,6 +30,8 @@ DONE, STOPPED, INTERRUPTED = 0, 3, 130
 
 DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 TIMEOUT_S = 900  # a process that makes no progress for this long counts as hung
+NUM_TICKS = 10  # the watchdog looks this often in TIMEOUT_S
+WAITING = {"bdb", "pydevd", "support.log", "tqdm.std"}  # modules that may wait for a person
 SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does so again
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")]
 
@@ -158,14 +163,52 @@ def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
     return exit_code
 
 
-def reset_watchdog():
-    """Unless called again within TIMEOUT_S, print the stacks of all threads and exit with code 1.
-    Each micro-batch, evaluation batch and save calls this function."""
-    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=2)
+class Watchdog:
+    """Ends a process that makes no progress for TIMEOUT_S, and shows where its threads are. It
+    counts only time in which the process could run: not while it is stopped (Ctrl-Z, a laptop's
+    lid) or waits for a person. faulthandler.dump_traceback_later counts all time."""
+
+    def __init__(self):
+        self.ticks_left = math.inf  # of NUM_TICKS; when none is left, the process hangs
+        self.thread: threading.Thread | None = None
+
+    def reset(self):
+        """Wait for TIMEOUT_S from now on. Each micro-batch, evaluation batch and save calls this
+        function."""
+        self.ticks_left = NUM_TICKS
+        if not (self.thread and self.thread.is_alive()):
+            self.thread = threading.Thread(target=self.watch, daemon=True)
+            self.thread.start()
+
+    def stop(self):
+        self.ticks_left = math.inf
+
+    def watch(self):
+        while self.ticks_left >= 0:
+            tick = TIMEOUT_S / NUM_TICKS
+            started = time.monotonic()
+            time.sleep(tick)
+            was_stopped = time.monotonic() - started > 2 * tick
+            if not (was_stopped or waits_for_person()):
+                self.ticks_left -= 1
+        print_error(f"no progress for {TIMEOUT_S} s; the threads are here:")
+        faulthandler.dump_traceback(file=2)
+        os._exit(1)
 
 
-def stop_watchdog():
-    faulthandler.cancel_dump_traceback_later()
+watchdog = Watchdog()
+
+
+def waits_for_person() -> bool:
+    """Return whether a debugger waits for a command, or the output for its reader (Ctrl-S, `less`,
+    a click into a console of Windows)."""
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
+    modules = {caller.f_globals.get("__name__") for caller, _ in traceback.walk_stack(frame)}
+    if not WAITING.isdisjoint(modules):
+        return True
+    with suppress(OSError, ValueError):  # a stream is closed, or this is Windows
+        return len(select.select([], [1, 2], [], 0)[1]) < 2  # also if another rank is printing
+    return False
 
 
 def guard_imports():

@@ -20,7 +20,7 @@ from dataloader import VOCAB_SIZES, ShardLoader, TokenFolder
 from model import GPT, VARLEN_BACKENDS
 from support import log
 from support.device import autocast
-from support.ending import UserError, reset_watchdog
+from support.ending import UserError, watchdog
 from support.fit import pass_fits
 from support.ranks import World
 from support.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
@@ -59,7 +59,7 @@ def validate(
     starts = range(0, len(numbers_of_rank), loader.B)
     net.eval()
     for start in log.progress(starts, "validation", world.is_main):
-        reset_watchdog()
+        watchdog.reset()
         numbers = numbers_of_rank[start : start + loader.B]
         batch = loader.batch(numbers)
         if codec:
@@ -126,7 +126,7 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
     tokens = model.generate(torch.tensor([ids]).to(device), rng, config.temperature, config.top_k)
     for _ in range(config.sample_tokens):
-        reset_watchdog()
+        watchdog.reset()
         # Keep the yield outside autocast, which would also apply to the caller's code.
         with autocast(config.dtype, device):
             token = int(next(tokens))
@@ -209,7 +209,7 @@ def choice_losses(model: GPT, examples: list[Question], device: torch.device) ->
     order = sorted(range(len(texts)), key=lengths.__getitem__)
     tokens_per_pass = 16384 if device.type == "cuda" else 2048
     while order:
-        reset_watchdog()
+        watchdog.reset()
         num_texts = max(1, tokens_per_pass // lengths[order[-1]])
         order, batch = order[:-num_texts], order[-num_texts:]
         losses[batch] = answer_losses(model, [texts[i] for i in batch], device).tolist()

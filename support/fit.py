@@ -10,7 +10,7 @@ from torch import nn
 from config import TrainConfig, has_moved
 from model import GPT
 from support.device import autocast
-from support.ending import UserError, reset_watchdog
+from support.ending import UserError, watchdog
 from support.ranks import World, gradient_sync
 
 SAVE_MEMORY = "add --recompute and --loss-chunk-tokens 1024"
@@ -74,7 +74,7 @@ def pass_fits(net: nn.Module, B: int, config: TrainConfig, world: World) -> bool
 def dummy_pass(net: nn.Module, B: int, config: TrainConfig, world: World, sync: bool = True):
     """Run forward and backward on B dummy sequences, and discard the gradients. Under
     torch.no_grad(), run only forward. Raise RuntimeError if a parameter has no gradient."""
-    reset_watchdog()
+    watchdog.reset()
     tokens = torch.zeros((B, config.seq_len), dtype=torch.int64, device=world.device)
     with gradient_sync(net, enabled=sync):
         with autocast(config.dtype, world.device):

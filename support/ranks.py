@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from support.ending import TIMEOUT_S, NumericalError, RunError, UserError, tell_torchrun
+from support.ending import NumericalError, RunError, UserError, tell_torchrun, watchdog
 
 Result = TypeVar("Result")
 
@@ -144,8 +144,10 @@ def process_group(world: World) -> Iterator[None]:
 
 
 def connect(backend: str):
-    # Wait longer than the watchdog: it should end a hang first, because it shows stacks.
-    limit = timedelta(seconds=TIMEOUT_S + 60)
+    # Leave hangs to the watchdog: it shows stacks, and its clock stands still with the process,
+    # whereas after a pause longer than their limit, gloo and NCCL would give up at once.
+    limit = timedelta(days=365)
+    watchdog.reset()
     try:
         # After a restart, torchrun's store still has the old ranks' addresses, so use a new prefix.
         store, rank, size = next(dist.rendezvous("env://"))
@@ -155,6 +157,8 @@ def connect(backend: str):
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         text = f"the ranks can't connect at {address} ({error!s:.200})"
         raise UserError(f"{text}: is the port free, and MASTER_ADDR right?") from error
+    finally:
+        watchdog.stop()  # the main rank may now prepare data for long
 
 
 def gradient_sync(net: nn.Module, enabled: bool) -> AbstractContextManager:

@@ -13,7 +13,7 @@ from config import TrainConfig
 from dataloader import ShardLoader, TokenFolder
 from model import GPT
 from support import checkpoint, log
-from support.ending import STOPPED, Phase, StopSignals, reset_watchdog
+from support.ending import STOPPED, Phase, StopSignals, watchdog
 from support.evaluate import Question
 from support.files import whole_file
 from support.ranks import World, check_ranks_agree
@@ -85,7 +85,7 @@ def restore(run: Run, path: Path, state: dict):
 
 def save(run: Run):
     """Compare the weights of all ranks, and write a checkpoint on the main rank."""
-    reset_watchdog()
+    watchdog.reset()
     # The averaged loss would not show that a rank's weights have drifted, say on a faulty GPU.
     check_ranks_agree(run.model, run.step, run.world)
     run.world.call_on_main(write_checkpoint, run)

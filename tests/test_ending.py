@@ -70,18 +70,22 @@ def test_a_signal_ends_at_once_where_nothing_is_unsaved():
 
 
 HANG = """
-import time
+import bdb, time
 from support import ending
 ending.TIMEOUT_S = 0.5
 def wait_for_another_rank():
     time.sleep(60)
 for _ in range(4):
-    ending.reset_watchdog()
+    ending.watchdog.reset()
     time.sleep(0.2)
-ending.stop_watchdog()
+ending.watchdog.stop()
 time.sleep(0.7)
+debugger = bdb.Bdb()
+debugger.user_line = lambda frame: time.sleep(0.4)  # as a prompt in which nobody types
+debugger.run("ending.watchdog.reset()\\n0\\n0", globals())
+ending.watchdog.stop()
 print("progress is no hang", flush=True)
-ending.reset_watchdog()
+ending.watchdog.reset()
 wait_for_another_rank()
 """
 

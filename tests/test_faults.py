@@ -684,8 +684,60 @@ def test_a_hang_ends_with_the_stacks(trial):
     second.kill()
     second.join()
     err = (trial.folder / "rank0.err").read_text()
-    assert first.exitcode == 1 and "Timeout (0:00:05)!" in err and "in train_step\n" in err
+    assert first.exitcode == 1 and "no progress for 5 s" in err and "in train_step\n" in err
     trial.goes_on(2)
+
+
+MOMENTS = {
+    "start": ("fit_micro_batch", 1),
+    "step": ("train_step", 7),
+    "save": ("checkpoint.save", 2),
+    "validation": ("evaluate.validate", 2),
+    "sample": ("evaluate.samples", 1),
+}
+PAUSES = [("step", 1), ("save", 2)]
+OTHER_PAUSES = {*itertools.product(MOMENTS, (1, 2))} - {*PAUSES}
+PAUSES += [pytest.param(*pause, marks=slow) for pause in sorted(OTHER_PAUSES)]
+
+
+def stop_all(moment: str, rank: int):
+    """Injection: all ranks are stopped for three limits of the watchdog."""
+    train_gpt2.ending.TIMEOUT_S = 1
+    Path(f"pid{rank}").write_text(str(os.getpid()))
+
+    def act(*_):
+        pids = " ".join(path.read_text() for path in Path().glob("pid*"))
+        subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 3; kill -CONT {pids}"])
+        time.sleep(0.5)
+
+    before(*MOMENTS[moment], act, 0, rank)
+
+
+@pytest.mark.parametrize(("moment", "ranks"), PAUSES)
+def test_a_pause_is_no_hang(moment, ranks, trial):
+    trial.goes_on(ranks, partial(stop_all, moment))
+
+
+def hold_output(rank: int):
+    """Injection: for three limits of the watchdog nobody reads the output, as with `less`."""
+    train_gpt2.ending.TIMEOUT_S = 1
+    os.dup2(sys.stderr.fileno(), 2)
+    reader, writer = os.pipe()
+    subprocess.Popen(["sh", "-c", "sleep 3; cat > read"], stdin=reader)
+    os.close(reader)
+    sys.stdout = open(writer, "w")
+    os.dup2(writer, 1)
+    os.set_blocking(1, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(1, bytes(1 << 16))
+    os.set_blocking(1, True)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=slow)])
+def test_a_reader_that_holds_the_output_stops_no_run(ranks, trial):
+    trial.goes_on(ranks, hold_output)
+    assert "done: 12 steps" in (trial.folder / "read").read_text()
 
 
 def slow_typist(rank: int):
