@@ -40,7 +40,7 @@ from dataloader import (
 from support import ending
 from support.cli import flag, parse, spell
 from support.ending import DISK_ERRNOS, DiskError, UserError, print_error
-from support.files import sync, whole_file
+from support.files import lock_folder, sync, whole_file
 from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
 from support.log import is_terminal, show
 from support.tokenizer import Tokenizer, require_tokenizer
@@ -298,13 +298,15 @@ def prepare(config: PrepareConfig):
         show("already complete:")
     else:
         unfinished.mkdir(parents=True, exist_ok=True)
-        with FileLock(unfinished / ".lock", timeout=0):
-            try:
-                manifest = open_manifest(unfinished, config, files)
-                write_shards(unfinished, manifest, reader, config)
-            finally:
-                if not (unfinished / MANIFEST).exists():  # no shard is complete
-                    shutil.rmtree(unfinished, ignore_errors=True)
+        lock = FileLock(unfinished / ".lock")
+        lock_folder(lock)
+        try:
+            manifest = open_manifest(unfinished, config, files)
+            write_shards(unfinished, manifest, reader, config)
+        finally:
+            lock.release()  # Windows can't rename or remove a folder with an open file
+            if not (unfinished / MANIFEST).exists():  # no shard is complete
+                shutil.rmtree(unfinished, ignore_errors=True)
         os.rename(unfinished, folder)
         sync(folder.parent)
     report(folder, manifest, notes(reader))
@@ -410,11 +412,12 @@ def main(argv: list[str] | None = None) -> int:
             verify(config)
         elif config.download:
             config.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(config.folder / ".lock", timeout=0):
-                if config.download == "hellaswag":
-                    download_questions(config)
-                else:
-                    download(config)
+            lock = FileLock(config.folder / ".lock")
+            lock_folder(lock)  # as long as `lock` lives
+            if config.download == "hellaswag":
+                download_questions(config)
+            else:
+                download(config)
             shutil.rmtree(config.folder / ".download", ignore_errors=True)
         else:
             prepare(config)

@@ -176,8 +176,12 @@ def check_round_trip(model: GPT, tokenizer: str, path: Path):
 
 def check_read_back(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
     """Raise an error unless a resume from this checkpoint would read exactly what was saved."""
-    check_same(pretrained.read_hf(path), model)
-    written = load_file(path / "optimizer.safetensors")
+    try:
+        saved = pretrained.read_hf(path)
+        written = load_file(path / "optimizer.safetensors")
+    except (OSError, SafetensorError, UserError) as error:
+        raise DiskError(f"{path} can't be read back: {error}") from error
+    check_same(saved, model)
     for name, tensor in optimizer_tensors(model, optimizer).items():
         if not torch.equal(tensor.cpu(), written[name]):
             raise RuntimeError(f"{path}: {name} differs when read back")

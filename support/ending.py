@@ -28,7 +28,9 @@ from pathlib import Path
 
 DONE, STOPPED, INTERRUPTED = 0, 3, 130
 
-DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+DISK_ERRORS = "ENOSPC EDQUOT EFBIG EIO EROFS ENXIO ENODEV ENOMEDIUM ESTALE EREMOTEIO ENOTCONN"
+DISK_ERRORS += " ESHUTDOWN ETIMEDOUT EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH"  # network disks
+DISK_ERRNOS = {getattr(errno, name) for name in DISK_ERRORS.split() if hasattr(errno, name)}
 TIMEOUT_S = 900  # a process that makes no progress for this long counts as hung
 NUM_TICKS = 10  # the watchdog looks this often in TIMEOUT_S
 WAITING = {"bdb", "pydevd", "support.log", "tqdm.std"}  # modules that may wait for a person

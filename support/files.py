@@ -1,8 +1,15 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and folders that one process writes."""
 
+import errno
 import os
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from support.ending import print_error
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 @contextmanager
@@ -27,3 +34,17 @@ def sync(folder: Path):
         number = os.open(folder, os.O_RDONLY)
         os.fsync(number)
         os.close(number)
+
+
+def lock_folder(lock: FileLock):
+    """Acquire a lock. Raise Timeout if another process holds it. Print a line if the disk has no
+    locks, as Lustre without -o flock."""
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+            raise
+        folder = Path(lock.lock_file).parent
+        print_error(f"{folder} can't be locked ({error}): let no other process write to it")

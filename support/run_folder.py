@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from support.ending import UserError
-from support.files import sync
+from support.files import lock_folder, sync
 
 LOCK, LOG, SUMMARY, SUMS = ".lock", "log.jsonl", "summary.json", "SHA256SUMS"
 
@@ -61,11 +61,11 @@ def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
-        lock.acquire(timeout=0)
+        lock_folder(lock)
     except Timeout:
         raise UserError(f"--out-dir {out_dir} belongs to a live run: use another folder") from None
-    except (OSError, NotImplementedError) as error:  # e.g. on Lustre without -o flock
-        raise UserError(f"can't write to or lock --out-dir ({error}): use another one") from error
+    except OSError as error:
+        raise UserError(f"can't write to --out-dir ({error}): use another one") from error
     if is_new and (out_dir / LOG).exists():
         raise UserError(f"--out-dir {out_dir} was just taken by another run: use another folder")
     for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # left by a process that died

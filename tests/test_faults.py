@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -352,6 +353,10 @@ def full_log(*_):
     limit("RLIMIT_FSIZE", Path("run/log.jsonl").stat().st_size)
 
 
+def no_log(run, *_):
+    run.log.file = SimpleNamespace(name=run.log.file.name, write=partial(raise_error, NO_ROUTE))
+
+
 def vanishing_neighbour(rank: int):
     """Injection: a folder beside the run's vanishes while somebody looks there."""
     scandir, gone = os.scandir, FileNotFoundError(errno.ENOENT, "No such file or directory")
@@ -409,6 +414,8 @@ def in_save(function: str, error: Exception) -> Callable:
 
 
 NO_SPACE, IO_ERROR = OSError(errno.ENOSPC, "No space left"), OSError(errno.EIO, "I/O error")
+STALE, NO_ROUTE = OSError(errno.ESTALE, "Stale handle"), OSError(errno.EHOSTUNREACH, "no route")
+GONE = SafetensorError("I/O error: Transport endpoint is not connected (os error 107)")
 NO_TENSORS = SafetensorError("I/O error: No space left on device")
 FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (None: no folder)
     "a signal to rank 0 in a step": (at("train_step", 3, send, signal.SIGINT), 2, 3, "", [3]),
@@ -427,6 +434,15 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "a full disk": (in_save("Path.mkdir", NO_SPACE), 1, 6, "10 can't .*No space", [5]),
     "for tensors": (in_save("checkpoint.save_file", NO_TENSORS), 1, 6, "No space", [5]),
     "no fsync": (in_save("checkpoint.sync", IO_ERROR), 1, 6, "I/O err", [5]),
+    "a stale folder": (at("checkpoint.rotate", 2, raise_error, STALE), 1, 6, "Stale", [10, 5]),
+    "a disk that goes": (
+        at("checkpoint.check_read_back", 1, fail_next, "checkpoint.load_file", GONE),
+        1,
+        6,
+        "5 can't be read back: .*not conn",
+        [5],
+    ),
+    "no log": (at("log_step", 7, no_log), 1, 6, "no route.*log.jsonl", [5]),
     "a full log": (at("log_step", 7, full_log), 1, 6, "too large: '.*log.jsonl'", [5]),
     "shards that are cut": (at("log_step", 3, break_shards, "cut"), 1, 6, "train_0000", []),
     "shards written over": (at("log_step", 3, break_shards, "other"), 1, 6, "train_0000", []),

@@ -1,15 +1,18 @@
 """Tests which folder a run writes into, and which ones it leaves alone."""
 
+import errno
 import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from conftest import NEEDS_POSIX, flags, losses, train
+from conftest import NEEDS_POSIX, content, flags, losses, prepare, train
+from filelock import FileLock
 
 import train_gpt2
-from support.run_folder import choose_out_dir
+from support.ending import UserError
+from support.run_folder import choose_out_dir, take_folder
 
 
 def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
@@ -60,3 +63,33 @@ def test_a_log_that_is_elsewhere_is_refused(kind, resume, data_dir, tmp_path, mo
     assert re.fullmatch("train_gpt2.py: error: run.log.jsonl is .*\n", capsys.readouterr().err)
     assert sorted(os.listdir()) == ["mine", "run"] and os.listdir("run") == ["log.jsonl"]
     assert Path("mine").read_text() == "mine\n"
+
+
+NO_LOCKS = [NotImplementedError("no flock"), OSError(errno.ENOLCK, "no locks")]
+NO_LOCKS += [OSError(errno.EOPNOTSUPP, "not supported")]
+
+
+@pytest.mark.parametrize("error", NO_LOCKS, ids=str)
+def test_a_disk_without_locks_is_said_and_used(error, tmp_path, texts, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise error
+
+    assert prepare(tmp_path / "locked", "--input", texts) == 0
+    (tmp_path / "locked" / ".lock").unlink()
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert prepare(tmp_path / "data", "--input", texts) == 0
+    assert content(tmp_path / "data") == content(tmp_path / "locked")
+    assert "data.unfinished can't be locked" in capsys.readouterr().err
+    line = flags(data_dir="data", out_dir="run", steps=3, warmup_steps=1)
+    assert train_gpt2.main(line) == 0 and (tmp_path / "run" / "step_000003").is_dir()
+    assert re.fullmatch("train_gpt2.py: run can't be locked .*\n", capsys.readouterr().err)
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "not permitted")
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    with pytest.raises(UserError, match="can't write to --out-dir"):
+        take_folder(tmp_path / "run", FileLock(tmp_path / "run" / ".lock"), True)
