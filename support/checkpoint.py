@@ -179,7 +179,7 @@ def check_read_back(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
     try:
         saved = pretrained.read_hf(path)
         written = load_file(path / "optimizer.safetensors")
-    except (OSError, SafetensorError, UserError) as error:
+    except (OSError, SafetensorError) as error:
         raise DiskError(f"{path} can't be read back: {error}") from error
     check_same(saved, model)
     for name, tensor in optimizer_tensors(model, optimizer).items():

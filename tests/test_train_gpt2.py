@@ -726,7 +726,7 @@ MISTAKES = {
     f"--hellaswag {'a' * 300}": "there is no such file",
     f"--data-dir {'a' * 300}": "is not a folder of tokens",
     f"--init-from {'a' * 300}/x": "no such file, folder or model",
-    f"--out-dir {'a' * 300}": "can't write to or lock --out-dir .*too long",
+    f"--out-dir {'a' * 300}": "can't write to --out-dir .*too long",
     "--out-dir run": "--out-dir run holds a run: add --resume, or name another",
     "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: use another name",
