@@ -55,7 +55,8 @@ def disturb(room: int, operation: int, jump_s: float, rank: int):
 def send(processes: list, number: int):
     for process in processes:
         if process.is_alive():
-            os.kill(process.pid, number)
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(process.pid, number)
 
 
 class SoakedRun:
