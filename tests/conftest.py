@@ -246,7 +246,7 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after, in
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one
 
     train_gpt2.log_step = log_and_die
-    train_gpt2.ending.TIMEOUT_S = 100  # a hang shows its stacks before its test gives up
+    train_gpt2.ending.TIMEOUT_S = 250  # a hang shows its stacks before its test gives up
     # These take a quarter of a second each, and no number of a run depends on them.
     train_gpt2.device.matmul_tflops = lambda *_: 1.0
     if "--log-every" not in argv:  # a test that wants loss.png says so by this flag

@@ -470,7 +470,7 @@ def test_a_fault_ends_the_run_with_its_code_in_one_line_and_costs_no_checkpoint(
     inject, ranks, code, words, saved = (FAULTS | SLOW_FAULTS)[fault]
     processes = start_ranks(trial.command(), trial.folder, ranks, inject=inject)
     for process in processes:
-        process.join(120)
+        process.join(300)
     err = "".join((trial.folder / f"rank{rank}.err").read_text() for rank in range(ranks))
     assert processes[0].exitcode == code and re.search(words, err), err
     assert trial.saved() == saved
