@@ -175,8 +175,7 @@ class Watchdog:
         self.thread: threading.Thread | None = None
 
     def reset(self):
-        """Wait for TIMEOUT_S from now on. Each micro-batch, evaluation batch and save calls this
-        function."""
+        """Wait for TIMEOUT_S from now on. Micro-batches, evaluation batches and saves call this."""
         self.ticks_left = NUM_TICKS
         if not (self.thread and self.thread.is_alive()):
             self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -187,10 +186,9 @@ class Watchdog:
 
     def watch(self):
         while self.ticks_left >= 0:
-            tick = TIMEOUT_S / NUM_TICKS
             started = time.monotonic()
-            time.sleep(tick)
-            was_stopped = time.monotonic() - started > 2 * tick
+            time.sleep(TIMEOUT_S / NUM_TICKS)
+            was_stopped = time.monotonic() - started > 2 * TIMEOUT_S / NUM_TICKS
             if not (was_stopped or waits_for_person()):
                 self.ticks_left -= 1
         print_error(f"no progress for {TIMEOUT_S} s; the threads are here:")

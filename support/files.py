@@ -5,7 +5,7 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from support.ending import print_error
 
@@ -41,10 +41,8 @@ def lock_folder(lock: FileLock):
     locks, as Lustre without -o flock."""
     try:
         lock.acquire(timeout=0)
-    except Timeout:
-        raise
     except (OSError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno not in NO_LOCKS:
-            raise
+            raise  # also Timeout, which is an OSError
         folder = Path(lock.lock_file).parent
         print_error(f"{folder} can't be locked ({error}): let no other process write to it")
