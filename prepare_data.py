@@ -413,7 +413,7 @@ def main(argv: list[str] | None = None) -> int:
         elif config.download:
             config.folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(config.folder / ".lock")
-            lock_folder(lock)  # as long as `lock` lives
+            lock_folder(lock)  # until main returns
             if config.download == "hellaswag":
                 download_questions(config)
             else:

@@ -191,7 +191,7 @@ class Watchdog:
             was_stopped = time.monotonic() - started > 2 * TIMEOUT_S / NUM_TICKS
             if not (was_stopped or waits_for_person()):
                 self.ticks_left -= 1
-        print_error(f"no progress for {TIMEOUT_S} s; the threads are here:")
+        print_error(f"no progress for {TIMEOUT_S} s; the stacks of all threads:")
         faulthandler.dump_traceback(file=2)
         os._exit(1)
 
@@ -200,8 +200,8 @@ watchdog = Watchdog()
 
 
 def waits_for_person() -> bool:
-    """Return whether a debugger waits for a command, or the output for its reader (Ctrl-S, `less`,
-    a click into a console of Windows)."""
+    """Return whether a debugger waits for a command, or output for its reader (Ctrl-S, `less`, a
+    click into a Windows console)."""
     frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
     modules = {caller.f_globals.get("__name__") for caller, _ in traceback.walk_stack(frame)}
     if not WAITING.isdisjoint(modules):

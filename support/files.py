@@ -37,12 +37,12 @@ def sync(folder: Path):
 
 
 def lock_folder(lock: FileLock):
-    """Acquire a lock. Raise Timeout if another process holds it. Print a line if the disk has no
-    locks, as Lustre without -o flock."""
+    """Acquire a lock. Raise Timeout if another process holds it. Print a line if the disk supports
+    no locks, like Lustre without -o flock."""
     try:
         lock.acquire(timeout=0)
     except (OSError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno not in NO_LOCKS:
             raise  # also Timeout, which is an OSError
         folder = Path(lock.lock_file).parent
-        print_error(f"{folder} can't be locked ({error}): let no other process write to it")
+        print_error(f"{folder} can't be locked ({error}): don't let another process write to it")

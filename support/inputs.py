@@ -30,7 +30,7 @@ def standard_library() -> list[str]:
     """Return the standard library's .py files: 30 MB that every machine has."""
     files: list[str] = []
     for folder, names, children in os.walk(sysconfig.get_path("stdlib")):
-        names[:] = [name for name in names if not name.endswith("-packages")]  # pip's
+        names[:] = [name for name in names if not name.endswith("-packages")]  # installed by pip
         files += [os.path.join(folder, child) for child in children if child.endswith(".py")]
     return sorted(filter(os.path.isfile, files))
 

@@ -158,7 +158,7 @@ def connect(backend: str):
         text = f"the ranks can't connect at {address} ({error!s:.200})"
         raise UserError(f"{text}: is the port free, and MASTER_ADDR right?") from error
     finally:
-        watchdog.stop()  # the main rank may now prepare data for long
+        watchdog.stop()  # preparing data on the main rank may take long
 
 
 def gradient_sync(net: nn.Module, enabled: bool) -> AbstractContextManager:
