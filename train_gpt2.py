@@ -32,11 +32,11 @@ from dataloader import ShardLoader, TokenFolder, open_folder
 from model import GPT
 from support import checkpoint, corpus, device, evaluate, fit, log, report, run_folder
 from support.cli import spell, typed_as
-from support.ending import NumericalError, Phase, StopSignals, UserError
+from support.ending import NumericalError, Phase, UserError, signals
 from support.muon import MuonAdamW
 from support.pretrained import load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
-from support.run import Run, draw, finish, restore, save, stop
+from support.run import Run, draw, finish, restore, save, stop, vote_to_stop
 
 # ---- The speed-ups of the lecture ----------------------------------------------------------------
 #
@@ -123,7 +123,6 @@ class StepResult(NamedTuple):
     loss: float  # mean over the step's tokens on all ranks, before the update
     grad_norm: float  # before clipping
     notice: str  # why there was no update; empty if there was one
-    stop: bool  # whether any rank got a signal to stop; the same on every rank
 
 
 def train_step(run: Run) -> StepResult:
@@ -161,10 +160,11 @@ def train_step(run: Run) -> StepResult:
     # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
     # sum, so every rank sees them. Only tolist() makes a step wait for the device. torch.full fills
     # the tensor on the device, whereas torch.tensor would wait for a copy from the CPU.
-    stop_vote = torch.full((), float(run.signals.received), device=world.device)
+    stop_vote = torch.full((), float(signals.received), device=world.device)
     votes = torch.stack([loss_of_rank, grad_norm.float(), stop_vote])
     loss_sum, norm_sum, num_stop_votes = world.sum(votes).tolist()
     mean_loss, mean_norm = loss_sum / world.size, norm_sum / world.size
+    run.must_stop = num_stop_votes > 0
 
     notice = ""
     if math.isfinite(mean_loss) and math.isfinite(mean_norm):
@@ -180,7 +180,7 @@ def train_step(run: Run) -> StepResult:
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # frees them; the next pass writes instead of adding
     run.step += 1
-    return StepResult(mean_loss, mean_norm, notice, stop=num_stop_votes > 0)
+    return StepResult(mean_loss, mean_norm, notice)
 
 
 def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: float):
@@ -214,8 +214,8 @@ def train(run: Run) -> int:
     # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
     # repeats an evaluation that is due, because the previous process may have died during it.
     evaluate_if_due(run)
-    while run.step < config.steps:
-        run.signals.phase = Phase.UNSAVED  # from here on, a signal waits for the step and its save
+    while run.step < config.steps and not run.must_stop:
+        signals.phase = Phase.UNSAVED  # from here on, a signal waits for the step and its save
         started = time.perf_counter()
         result = train_step(run)
         log_step(run, result, time.perf_counter() - started)
@@ -223,12 +223,13 @@ def train(run: Run) -> int:
         # Save before evaluating, so that no step is lost if the evaluation fails or is killed, and
         # the checkpoint with the best validation loss is always on disk.
         save_due = is_due(run.step, config.save_every, config.steps)
-        if result.stop or save_due or is_due(run.step, config.eval_every, config.steps):
+        if run.must_stop or save_due or is_due(run.step, config.eval_every, config.steps):
             save(run)
-            # Check again, because a signal may have come during the save.
-            if any(run.world.gather(run.signals.received)):
-                return stop(run)
         evaluate_if_due(run)
+    if run.must_stop and signals.phase is Phase.STARTING:
+        raise KeyboardInterrupt  # Python dropped this process's own, or only another rank's counted
+    if run.must_stop:
+        return stop(run)
     finish(run)
     return ending.DONE
 
@@ -282,12 +283,16 @@ def log_step(run: Run, result: StepResult, seconds: float):
 
 def evaluate_if_due(run: Run):
     """Validate, sample and answer questions before the first step, after the last, and every
-    eval_every steps. Evaluations use their own loader and generator, so they never change a run."""
+    eval_every steps. Evaluations use their own loader and generator, so they never change a run.
+    A stop signal cuts an evaluation short. Then, the resumed run repeats it."""
     config, world, tokenizer = run.config, run.world, run.data.tokenizer
-    if run.step > 0 and not is_due(run.step, config.eval_every, config.steps):
+    is_skipped = run.step > 0 and not is_due(run.step, config.eval_every, config.steps)
+    if run.must_stop or is_skipped:
         return
     if config.eval_tokens:
         figures = evaluate.validate(run.net, run.model, run.val_loader, tokenizer, config, world)
+        if vote_to_stop(run):
+            return
         # Record only saved steps, so that the best one is on disk. A nan can't be the best loss.
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
             run.val_losses[run.step] = figures["val_loss"]
@@ -296,17 +301,20 @@ def evaluate_if_due(run: Run):
         report.warn_if_overfitting(run)
     if run.step == 0 and not config.init_from:
         return  # random weights would produce only noise
-    if config.num_samples and world.is_main:
-        text = evaluate.samples(run.model, tokenizer, config)
+    if config.num_samples:
+        text = evaluate.samples(run.model, tokenizer, config) if world.is_main else ""
+        if vote_to_stop(run):
+            return
         run.log.record(step=run.step, sample=text)
         run.log.print(f"sample after step {run.step}:\n{text}")
     if run.questions:
         shares = evaluate.answers(run.model, run.questions, config, world)
+        if vote_to_stop(run):
+            return
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
     draw(run)
-    # Wait for the main rank here, not inside a step: here, a signal stops all ranks at once.
-    world.barrier()
+    vote_to_stop(run)  # here and not in a step, because the main rank may draw for long
 
 
 # ---- Starting: the main rank decides, then all ranks act -----------------------------------------
@@ -418,7 +426,7 @@ def fit_micro_batch(model: GPT, plan: Plan, world: World) -> tuple[nn.Module, in
     raise fit.does_not_fit(plan.config)
 
 
-def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
+def set_up(typed: dict, world: World) -> Run | None:
     """Return a run that is ready to train, or None if it is already complete. call_on_main calls a
     function on the main rank and returns its result on every rank. The rest runs on every rank."""
     name, resume = typed.get("out_dir", ""), typed.get("resume", False)
@@ -452,7 +460,6 @@ def set_up(typed: dict, world: World, signals: StopSignals) -> Run | None:
         world=world,
         out_dir=out_dir,
         lock=lock,
-        signals=signals,
         log=log.Log(out_dir, world.is_main, wandb_run),
         environment=device.environment(world.device, world.size, config.dtype),
         data=data,
@@ -490,49 +497,44 @@ def evaluate_only(typed: dict, world: World) -> int:
     return ending.DONE
 
 
-def run_program(typed: dict, signals: StopSignals) -> int:
+def run_program(typed: dict) -> int:
     device.check_torch(torch.__version__)
     world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))
     with process_group(world):
         # With different commands, ranks would wait forever; different devices round differently.
         command = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
         world.check_same(command | {"the processor or GPU": device.device_name(world.device)})
-        if typed.get("eval_only"):
-            return evaluate_only(typed, world)
-        return set_up_and_train(typed, world, signals)
+        try:
+            if typed.get("eval_only"):
+                return evaluate_only(typed, world)
+            return set_up_and_train(typed, world)
+        except Exception as error:
+            fit.check_memory(error)
+            raise
 
 
-def set_up_and_train(typed: dict, world: World, signals: StopSignals) -> int:
+def set_up_and_train(typed: dict, world: World) -> int:
     # This is a separate function so that run and its DDP are freed before the process group ends.
-    run = set_up(typed, world, signals)
-    if run is None:
-        return ending.DONE
-    try:
-        return train(run)
-    except KeyboardInterrupt:
-        if signals.phase is Phase.LEAVING:  # the signal came between steps, and everything is saved
-            return stop(run)
-        raise
+    run = set_up(typed, world)
+    return train(run) if run else ending.DONE
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code. Only a bug or a hang shows a traceback."""
     ending.program = "train_gpt2.py"
     device.set_environment()
-    is_main = os.environ.get("RANK", "0") == "0"
-    signals = StopSignals(is_main)
     try:
         typed = read_flags(sys.argv[1:] if argv is None else argv, __doc__ or "")
     except UserError as error:
-        if is_main:  # every rank gets the same error
+        if ending.is_main_rank():  # every rank gets the same error
             ending.print_error(f"error: {error}")
         ending.tell_torchrun(f"error: {error}")
         return error.exit_code
     try:
         with signals:
-            return run_program(typed, signals)
+            return run_program(typed)
     except (Exception, KeyboardInterrupt) as error:
-        exit_code = ending.exit_code_of(fit.as_user_error(error), signals)
+        exit_code = ending.report(error)
         if exit_code is None:
             raise
         return exit_code

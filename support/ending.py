@@ -22,9 +22,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
+from typing import TypeVar
 
 DONE, STOPPED, INTERRUPTED = 0, 3, 130
 
@@ -36,6 +38,8 @@ NUM_TICKS = 10  # the watchdog looks this often in TIMEOUT_S
 WAITING = {"bdb", "pydevd", "support.log", "tqdm.std"}  # modules that may wait for a person
 SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does so again
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")]
+
+Item = TypeVar("Item")
 
 program = "train_gpt2.py"  # the first word of each error line; sample.py changes it
 
@@ -60,6 +64,10 @@ class DiskError(RunError):
 
 class NoGoodCheckpoint(RunError):
     exit_code = 7
+
+
+def is_main_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def printable(text: str) -> str:
@@ -90,27 +98,27 @@ class Phase(Enum):
     """The phase of a run, which decides what a signal does."""
 
     STARTING = auto()  # nothing is saved yet: stop at once
-    SAVED = auto()  # every step is saved, as in an evaluation: stop at once
+    SAVED = auto()  # every step is saved, as in an evaluation: cut it short, stop
     UNSAVED = auto()  # some steps are unsaved: finish the step, save, stop
     LEAVING = auto()  # everything is saved, and the process is ending: ignore the signal
 
 
 class StopSignals:
     """Handles stop signals according to the phase of the run. It raises KeyboardInterrupt to stop
-    at once. In phase UNSAVED, that takes a signal over SECOND_SIGNAL_S after the first. It
-    ignores SIGHUP (a closed terminal), except under torchrun, which then stops its ranks."""
+    at once. After the start, that takes a signal over SECOND_SIGNAL_S after the first; the first
+    one only counts as a vote, because all ranks must stop at the same place. It ignores SIGHUP (a
+    closed terminal), except under torchrun, which then stops its ranks."""
 
-    def __init__(self, is_main: bool):
-        self.is_main = is_main
-        self.phase = Phase.STARTING
-        self.received_at = math.inf  # time.monotonic() at the first signal
-        self.previous: dict = {}  # the original handlers
+    phase = Phase.STARTING
+    received_at = math.inf  # time.monotonic() at the first signal
 
     @property
     def received(self) -> bool:
         return self.received_at < math.inf
 
     def __enter__(self):
+        self.phase, self.received_at = Phase.STARTING, math.inf
+        self.previous: dict = {}  # the original handlers
         for number in SIGNALS:
             stops = number.name != "SIGHUP" or "TORCHELASTIC_RUN_ID" in os.environ
             self.previous[number] = signal.signal(number, self.handle if stops else signal.SIG_IGN)
@@ -127,15 +135,25 @@ class StopSignals:
         # Record the signal first: Python drops a KeyboardInterrupt raised in a destructor.
         now = time.monotonic()
         self.received_at = min(now, self.received_at)
-        if self.phase is Phase.UNSAVED and now - self.received_at <= SECOND_SIGNAL_S:
-            if is_first and self.is_main:
+        if self.phase is not Phase.STARTING and now - self.received_at <= SECOND_SIGNAL_S:
+            if is_first and self.phase is Phase.UNSAVED and is_main_rank():
                 text = "finishing and saving this step; Ctrl-C again after 2 s quits without saving"
                 with suppress(OSError):  # os.write, as the signal may have interrupted a print
                     os.write(2, f"\n{text}\n".encode())
             return
-        if self.phase is Phase.SAVED:
-            self.phase = Phase.LEAVING  # don't let a second signal cut off the last lines
         raise KeyboardInterrupt
+
+
+signals = StopSignals()
+
+
+def until_signal(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items until this process gets a stop signal. Each one is progress."""
+    for item in items:
+        if signals.received:
+            return
+        watchdog.reset()
+        yield item
 
 
 def ignore_signals():
@@ -145,21 +163,24 @@ def ignore_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
-def exit_code_of(error: BaseException, signals: StopSignals) -> int | None:
-    """Print error and return its exit code. Return None for a bug, which needs its traceback."""
+def exit_code_of(error: BaseException) -> int | None:
+    """Return the exit code for an error, or None for a bug."""
     if isinstance(error, KeyboardInterrupt):
-        unsaved = "; steps since the last checkpoint are not saved"
-        if signals.is_main:
-            print_error(f"stopped by a signal{unsaved if signals.phase is Phase.UNSAVED else ''}")
         return INTERRUPTED
+    if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+        return DiskError.exit_code
     # dataloader.py imports none of our modules, so its errors have exit codes without RunError.
-    exit_code = getattr(error, "exit_code", None)
-    is_saved = signals.phase in (Phase.SAVED, Phase.LEAVING)
-    if exit_code is None and signals.received and is_saved and not signals.is_main:
-        return STOPPED  # the main rank stopped first, so this rank lost its connection
-    if exit_code is None and isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-        exit_code = DiskError.exit_code
-    if exit_code is not None:
+    return getattr(error, "exit_code", None)
+
+
+def report(error: BaseException) -> int | None:
+    """Print error and return its exit code. Return None for a bug, which needs its traceback."""
+    exit_code = exit_code_of(error)
+    if exit_code == INTERRUPTED:
+        unsaved = "; steps since the last checkpoint are not saved"
+        if is_main_rank():
+            print_error(f"stopped by a signal{unsaved if signals.phase is Phase.UNSAVED else ''}")
+    elif exit_code is not None:
         print_error(f"error: {error}")
         tell_torchrun(f"error: {error}")
     return exit_code

@@ -20,7 +20,7 @@ from dataloader import VOCAB_SIZES, ShardLoader, TokenFolder
 from model import GPT, VARLEN_BACKENDS
 from support import log
 from support.device import autocast
-from support.ending import UserError, watchdog
+from support.ending import UserError, signals, until_signal, watchdog
 from support.fit import pass_fits
 from support.ranks import World
 from support.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
@@ -58,8 +58,7 @@ def validate(
     loss_sum = torch.zeros((), device=world.device)
     starts = range(0, len(numbers_of_rank), loader.B)
     net.eval()
-    for start in log.progress(starts, "validation", world.is_main):
-        watchdog.reset()
+    for start in until_signal(log.progress(starts, "validation", world.is_main)):
         numbers = numbers_of_rank[start : start + loader.B]
         batch = loader.batch(numbers)
         if codec:
@@ -125,8 +124,7 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
     yield config.prompt
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
     tokens = model.generate(torch.tensor([ids]).to(device), rng, config.temperature, config.top_k)
-    for _ in range(config.sample_tokens):
-        watchdog.reset()
+    for _ in until_signal(range(config.sample_tokens)):
         # Keep the yield outside autocast, which would also apply to the caller's code.
         with autocast(config.dtype, device):
             token = int(next(tokens))
@@ -208,7 +206,7 @@ def choice_losses(model: GPT, examples: list[Question], device: torch.device) ->
     # A pass pads all its texts to the length of the longest, so sort the texts by length.
     order = sorted(range(len(texts)), key=lengths.__getitem__)
     tokens_per_pass = 16384 if device.type == "cuda" else 2048
-    while order:
+    while order and not signals.received:
         watchdog.reset()
         num_texts = max(1, tokens_per_pass // lengths[order[-1]])
         order, batch = order[:-num_texts], order[-num_texts:]

@@ -89,12 +89,11 @@ def dummy_pass(net: nn.Module, B: int, config: TrainConfig, world: World, sync: 
     net.zero_grad(set_to_none=True)
 
 
-def as_user_error(error: BaseException) -> BaseException:
-    """Return error or, if memory ran out, a UserError with the cure."""
-    if not is_out_of_memory(error):
-        return error
-    cure = f"lower --micro-batch-size, or {SAVE_MEMORY}"
-    return UserError(f"a step does not fit in memory: {cure}: {error!s:.200}")
+def check_memory(error: BaseException):
+    """Raise UserError with the cure if error means that memory ran out."""
+    if is_out_of_memory(error):
+        cure = f"lower --micro-batch-size, or {SAVE_MEMORY}"
+        raise UserError(f"a step does not fit in memory: {cure}: {error!s:.200}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

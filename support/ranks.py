@@ -1,10 +1,11 @@
 """The ranks (processes) of a run: how they connect, add and compare values, and end together."""
 
 import gc
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -14,7 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from support.ending import NumericalError, RunError, UserError, tell_torchrun, watchdog
+from support.ending import (
+    INTERRUPTED,
+    NumericalError,
+    RunError,
+    UserError,
+    exit_code_of,
+    tell_torchrun,
+    watchdog,
+)
 
 Result = TypeVar("Result")
 
@@ -134,16 +143,20 @@ def process_group(world: World) -> Iterator[None]:
         if world.size > 1 and not dist.is_nccl_available():  # as on Windows
             raise UserError("several GPUs need NCCL, which this torch lacks: use one GPU, or Linux")
     if world.size > 1:
-        connect("nccl" if world.device.type == "cuda" else "gloo")
+        store = connect("nccl" if world.device.type == "cuda" else "gloo")
     try:
         yield
+    except BaseException as error:
+        if world.size > 1:
+            share_reason(error, store)
+        raise
     finally:
         if world.size > 1:
             gc.collect()  # a DDP that outlives the process group aborts the process at exit
             dist.destroy_process_group()
 
 
-def connect(backend: str):
+def connect(backend: str) -> dist.Store:
     # Leave hangs to the watchdog: it shows stacks, and its clock stands still with the process,
     # whereas after a pause longer than their limit, gloo and NCCL would give up at once.
     limit = timedelta(days=365)
@@ -153,12 +166,28 @@ def connect(backend: str):
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
+        return store
     except (dist.DistError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         text = f"the ranks can't connect at {address} ({error!s:.200})"
         raise UserError(f"{text}: is the port free, and MASTER_ADDR right?") from error
     finally:
         watchdog.stop()  # preparing data on the main rank may take long
+
+
+def share_reason(error: BaseException, store: dist.Store):
+    """Tell the other ranks why this rank ends alone. If it ends because it lost the connection to
+    a rank that has told its reason, end for that reason."""
+    code = exit_code_of(error)
+    with suppress(dist.DistError):  # the rank that serves the store is gone
+        if code is not None:
+            store.set("reason", json.dumps([code, str(error)]))
+        elif isinstance(error, RuntimeError) and store.check(["reason"]):
+            code, text = json.loads(store.get("reason"))
+            if code == INTERRUPTED:
+                raise KeyboardInterrupt from error
+            tell_torchrun(f"error: {text}")
+            sys.exit(code)
 
 
 def gradient_sync(net: nn.Module, enabled: bool) -> AbstractContextManager:

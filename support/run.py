@@ -13,7 +13,7 @@ from config import TrainConfig
 from dataloader import ShardLoader, TokenFolder
 from model import GPT
 from support import checkpoint, log
-from support.ending import STOPPED, Phase, StopSignals, watchdog
+from support.ending import STOPPED, Phase, signals, watchdog
 from support.evaluate import Question
 from support.files import whole_file
 from support.ranks import World, check_ranks_agree
@@ -29,7 +29,6 @@ class Run:
     world: World
     out_dir: Path
     lock: FileLock  # keeps other runs out of out_dir
-    signals: StopSignals
     log: log.Log
     environment: dict  # what affects results besides the flags: torch, processor, ranks, ...
     data: TokenFolder
@@ -44,6 +43,7 @@ class Run:
     step: int = 0  # steps done
     first_step: int = 0  # the step at which this process started
     saved_step: int = -1  # the step of the newest checkpoint
+    must_stop: bool = False  # whether any rank got a stop signal; the same on every rank
     has_read_back: bool = False  # whether this process has read back its first checkpoint
     losses: dict[int, float] = field(default_factory=dict)  # by step, for loss.png
     val_losses: dict[int, float] = field(default_factory=dict)  # by step
@@ -80,17 +80,25 @@ def restore(run: Run, path: Path, state: dict):
     summary = read_summary(run.out_dir)
     if summary.get("steps") == run.step and "val_loss" in summary:
         run.val_losses[run.step] = summary["val_loss"]
-    run.signals.phase = Phase.SAVED
+    signals.phase = Phase.SAVED
+
+
+def vote_to_stop(run: Run) -> bool:
+    """Return whether any rank got a stop signal. Each rank waits for all others."""
+    run.must_stop = any(run.world.gather(signals.received))
+    return run.must_stop
 
 
 def save(run: Run):
-    """Compare the weights of all ranks, and write a checkpoint on the main rank."""
+    """Compare the weights of all ranks, and write a checkpoint on the main rank. Then vote again,
+    because a signal may have come meanwhile."""
     watchdog.reset()
     # The averaged loss would not show that a rank's weights have drifted, say on a faulty GPU.
     check_ranks_agree(run.model, run.step, run.world)
     run.world.call_on_main(write_checkpoint, run)
     run.saved_step = run.step
-    run.signals.phase = Phase.SAVED
+    signals.phase = Phase.SAVED
+    vote_to_stop(run)
 
 
 def write_checkpoint(run: Run):
@@ -121,7 +129,7 @@ def draw(run: Run):
 
 def stop(run: Run) -> int:
     """Say how to continue a run that a signal stopped, and return its exit code."""
-    run.signals.phase = Phase.LEAVING
+    signals.phase = Phase.LEAVING
     program = "python" if run.world.size == 1 else "torchrun (as before)"
     draw(run)
     run.log.record(stopped=run.step)  # the last record; a job script looks for it
@@ -132,7 +140,7 @@ def stop(run: Run) -> int:
 
 def finish(run: Run):
     """Write summary.json, which marks the run as complete, and print the last lines."""
-    run.signals.phase = Phase.LEAVING
+    signals.phase = Phase.LEAVING
     if not run.world.is_main:
         return
     # This comes after the last evaluation, since a run killed during it is incomplete.

@@ -118,7 +118,7 @@ def test_a_lack_of_memory_is_known_in_all_its_words(monkeypatch, capsys, error):
     assert fit.is_out_of_memory(error) == is_memory
     if is_memory:
         assert not fit.pass_fits(model, 1, config, world)
-        monkeypatch.setattr(train_gpt2, "run_program", fail)
+        monkeypatch.setattr(train_gpt2, "set_up_and_train", fail)
         assert train_gpt2.main([]) == 2
         assert "--micro-batch-size" in capsys.readouterr().err
     else:

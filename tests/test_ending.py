@@ -47,7 +47,7 @@ def test_a_signal_waits_for_unsaved_steps_and_a_second_one_for_nothing(name, cap
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # without torchrun SIGHUP stops nothing
     number = getattr(signal, name)
     before = signal.getsignal(number)
-    with ending.StopSignals(is_main=True) as signals:
+    with ending.signals as signals:
         signals.phase = Phase.UNSAVED
         signal.raise_signal(number)
         assert signals.received and "saving this step" in capfd.readouterr().err
@@ -62,7 +62,7 @@ def test_a_signal_waits_for_unsaved_steps_and_a_second_one_for_nothing(name, cap
 
 @NEEDS_POSIX
 def test_a_signal_ends_at_once_where_nothing_is_unsaved():
-    with ending.StopSignals(is_main=True) as signals:
+    with ending.signals as signals:
         signal.raise_signal(signal.SIGHUP)  # a closed terminal stops nothing
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

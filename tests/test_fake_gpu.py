@@ -79,7 +79,7 @@ def test_a_run_goes_on_and_is_evaluated_on_a_gpu(library, data_dir, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "operation"),
     [
-        ("float(run.signals.received), device=world.device", "float(0)", "aten.stack"),
+        ("float(signals.received), device=world.device", "float(0)", "aten.stack"),
         ("loss_of_rank += loss.detach()", "loss_of_rank += loss.item()", ""),
     ],
 )

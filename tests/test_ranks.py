@@ -127,4 +127,4 @@ def test_ranks_end_together_with_one_line(act, code, message, tmp_path):
 
 def instead_of_a_run(act, rank: int):
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"rank{rank}.json"
-    train_gpt2.set_up_and_train = lambda typed, world, signals: act(world)
+    train_gpt2.set_up_and_train = lambda typed, world: act(world)
