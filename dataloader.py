@@ -23,6 +23,7 @@ HEADER_BYTES = 1024
 TOKEN = np.dtype("<u2")
 PREPARE = "prepare_data.py"
 MANIFEST = "manifest.json"  # prepare_data.py's record of the shards in the same folder
+UNFINISHED = "manifest.unfinished.json"  # its name until all shards are there
 VOCAB_SIZES = {"bytes": 257, "gpt2": 50257}  # the last id of each is <|endoftext|>
 
 
@@ -123,7 +124,7 @@ def open_folder(path: Path) -> TokenFolder:
     splits: dict[str, list[Shard]] = {"train": [], "val": []}
     digest = hashlib.sha256()
     if (path / MANIFEST).exists():
-        manifest = read_manifest(path)
+        manifest = read_manifest(path / MANIFEST)
         tokenizer = manifest["tokenizer"]["name"]
         for split, shards in splits.items():
             for entry in manifest[split]["shards"]:
@@ -132,6 +133,8 @@ def open_folder(path: Path) -> TokenFolder:
                     raise ShardError(f"{shard.path} is not the shard that {MANIFEST} describes")
                 shards.append(replace(shard, max_id=entry["largest_id"]))
                 digest.update(f"{split} {entry['sha256']} ".encode())
+    elif (path / UNFINISHED).exists():
+        raise ShardError(f"--data-dir {path} is unfinished: repeat the {PREPARE} that began it")
     else:
         tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT, by character
         for file in sorted(path.iterdir()):
@@ -143,21 +146,21 @@ def open_folder(path: Path) -> TokenFolder:
                 size = min(512, shard.num_tokens)
                 for i in range(64):  # 64 samples across the shard take 1 ms in all
                     digest.update(shard.read(i * (shard.num_tokens - size) // 63, size).tobytes())
-    if not any(splits.values()):
+    empty = [split for split, shards in splits.items() if not shards]
+    problem = f"has no {empty[0]} shards" if empty else ""
+    if len(empty) == 2:
+        problem = "holds no shards of tokens"
         tokens = f"data/{path.resolve().name}-tokens"
         cure = f"to make some from its text: python {PREPARE} --input {path} --data-dir {tokens}"
         below = [str(manifest.parent) for manifest in sorted(path.glob(f"*/{MANIFEST}"))]
         cure = f"name {' or '.join(below)}" if below else cure
-        raise ShardError(f"--data-dir {path} holds no shards of tokens: {cure}")
-    for split, shards in splits.items():
-        if not shards:
-            raise ShardError(f"--data-dir {path} has no {split} shards: {cure}")
+    if problem:
+        raise ShardError(f"--data-dir {path} {problem}: {cure}")
     return TokenFolder(path, splits["train"], splits["val"], tokenizer, digest.hexdigest()[:16])
 
 
-def read_manifest(folder: Path) -> dict:
+def read_manifest(path: Path) -> dict:
     """Return a folder's manifest. Raise ShardError if it lacks anything that we need."""
-    path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
         manifest["tokenizer"]["name"] = str(manifest["tokenizer"]["name"])

@@ -19,18 +19,20 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from tqdm import tqdm
 
 from dataloader import (
     MANIFEST,
     TOKEN,
+    UNFINISHED,
     VOCAB_SIZES,
     ShardError,
     open_shard,
@@ -40,7 +42,7 @@ from dataloader import (
 from support import ending
 from support.cli import flag, parse, spell
 from support.ending import DISK_ERRNOS, DiskError, UserError, print_error
-from support.files import lock_folder, sync, whole_file
+from support.files import LOCK, FolderLock, rename, sync, whole_file
 from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
 from support.log import is_terminal, show
 from support.tokenizer import Tokenizer, require_tokenizer
@@ -220,7 +222,12 @@ def write_shard(path: Path, parts: list, split: str, manifest: dict, end: list |
     shards = manifest[split]["shards"]
     others = [old for old in shards if old["name"] != path.name]  # drops a damaged shard's entry
     shards[:] = sorted([*others, entry], key=lambda shard: shard["name"])
-    with whole_file(path.with_name(MANIFEST)) as file:
+    # A download, which has no ends, can be used before it is complete.
+    write_manifest(path.with_name(UNFINISHED if end else MANIFEST), manifest)
+
+
+def write_manifest(path: Path, manifest: dict):
+    with whole_file(path) as file:
         file.write(json.dumps(manifest, indent=1).encode())
 
 
@@ -229,20 +236,21 @@ def sha256_of(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def saved_manifest(folder: Path, tokenizer: str) -> dict:
-    """Return the manifest in folder, or a new one without shards."""
-    if (folder / MANIFEST).exists():
-        return read_manifest(folder)
+def saved_manifest(path: Path, tokenizer: str) -> dict:
+    """Return the manifest at path, or a new one without shards."""
+    if path.exists():
+        return read_manifest(path)
     return {"tokenizer": {"name": tokenizer}, "train": {"shards": []}, "val": {"shards": []}}
 
 
-def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict:
-    """Return the manifest in folder. Raise UserError if its flags or text differ."""
+def open_manifest(path: Path, config: PrepareConfig, files: list[str]) -> dict:
+    """Return the manifest at path, or a new one. Raise UserError if its flags or text differ."""
+    folder = path.parent
     flags = {name: getattr(config, name) for name in TEXT_FLAGS}
     # Identify files by content, because a copy of the same text has other modification times.
     digests = "".join(map(sha256_of, files))
     digest = hashlib.sha256(digests.encode()).hexdigest()
-    manifest = saved_manifest(folder, config.tokenizer)
+    manifest = saved_manifest(path, config.tokenizer)
     shards = manifest["train"]["shards"] + manifest["val"]["shards"]
     if not shards:
         return manifest | {"input": config.input, "flags": flags, "files": digest}
@@ -260,6 +268,7 @@ def open_manifest(folder: Path, config: PrepareConfig, files: list[str]) -> dict
 
 def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
     """Write the shards that are not in folder yet, and the manifest."""
+    write_manifest(folder / UNFINISHED, manifest)  # a shard without one counts as another program's
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
     ends = {name: split.end[0] for name, split in splits.items()}
     # Batches that are already in shards are read, to count their documents, but not tokenized.
@@ -279,36 +288,44 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
 
 
 def prepare(config: PrepareConfig):
-    """Write config.folder, under a temporary name until it is complete."""
+    """Write the shards of config.folder, and its manifest, which has another name until then."""
     folder = config.folder
-    unfinished = Path(f"{folder}.unfinished")
     files = files_in(config.input) if config.input else standard_library()
     # Leave out what this program wrote, which --input . --data-dir data would include.
-    written = {Path(os.path.abspath(path)) for path in (folder, unfinished)}
-    files = [file for file in files if written.isdisjoint(Path(os.path.abspath(file)).parents)]
+    ours = {os.path.abspath(path) for path in [*folder.glob("*.bin"), *folder.glob("*.json")]}
+    files = [file for file in files if os.path.abspath(file) not in ours]
     has_records = any(RECORDS.search(file.lower()) for file in files)
     if config.text_field != "text" and not has_records:
         kinds = ".jsonl, .json, .csv, .tsv and .parquet"
         raise UserError(f"--text-field is for {kinds}: leave it out, or save a table as .csv")
     reader = Reader(files, config.text_field)
-    if folder.exists():
+    lock = FolderLock(folder)
+    try:
         if not (folder / MANIFEST).exists():
-            raise UserError(f"--data-dir {folder} exists but holds other files: choose another")
-        manifest = open_manifest(folder, config, files)
-        show("already complete:")
-    else:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(unfinished / ".lock")
-        lock_folder(lock)
-        try:
-            manifest = open_manifest(unfinished, config, files)
-            write_shards(unfinished, manifest, reader, config)
-        finally:
-            lock.release()  # Windows can't rename or remove a folder with an open file
-            if not (unfinished / MANIFEST).exists():  # no shard is complete
-                shutil.rmtree(unfinished, ignore_errors=True)
-        os.rename(unfinished, folder)
-        sync(folder.parent)
+            folder.mkdir(parents=True, exist_ok=True)
+            sync(folder.parent)
+            # Whoever else prepares the default data makes the same, so wait for them.
+            lock.acquire(wait=not config.input)
+        if (folder / MANIFEST).exists():
+            manifest = open_manifest(folder / MANIFEST, config, files)
+            show("already complete:")
+        else:
+            others = {path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".npy")}
+            if others and not (folder / UNFINISHED).exists():
+                text = f"--data-dir {folder} holds {min(others)} but no {MANIFEST}"
+                raise UserError(f"{text}: choose another")
+            manifest = open_manifest(folder / UNFINISHED, config, files)
+            write_shards(folder, manifest, reader, config)
+            lock.check()
+            rename(folder / UNFINISHED, folder / MANIFEST)
+            sync(folder)
+    finally:
+        lock.release()  # Windows can't remove a folder with an open file
+        if not any(folder.glob("*.bin")):  # no shard is complete
+            with suppress(OSError):  # rmdir, if the folder holds other files
+                (folder / UNFINISHED).unlink(missing_ok=True)
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()
     report(folder, manifest, notes(reader))
 
 
@@ -330,7 +347,7 @@ def report(folder: Path, manifest: dict, lines: list[str]):
 
 def verify(config: PrepareConfig):
     """Compare every shard with its SHA-256 in the manifest. Raise UserError if one differs."""
-    manifest = read_manifest(config.folder)
+    manifest = read_manifest(config.folder / MANIFEST)
     num_damaged = 0
     for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
         path = config.folder / entry["name"]
@@ -358,7 +375,7 @@ def download(config: PrepareConfig):
     """Fetch a published data set's shards, except those already in config.folder."""
     repository, stem = DATASETS[config.download]
     folder = config.folder
-    manifest = saved_manifest(folder, "gpt2")
+    manifest = saved_manifest(folder / MANIFEST, "gpt2")
     for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
         if not entry["name"].startswith(f"{stem}_"):
             raise UserError(f"--data-dir {folder} holds {entry['name']}: choose another")
@@ -412,8 +429,8 @@ def main(argv: list[str] | None = None) -> int:
             verify(config)
         elif config.download:
             config.folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(config.folder / ".lock")
-            lock_folder(lock)  # until main returns
+            lock = FolderLock(config.folder)
+            lock.acquire()  # until main returns
             if config.download == "hellaswag":
                 download_questions(config)
             else:

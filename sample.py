@@ -95,12 +95,11 @@ def show_samples(flags: SampleConfig, prompts: Iterable[str]):
     name = flags.model or str(choose_out_dir("", resume=True))
     if not flags.model and not os.path.exists(name):
         raise UserError("there is no run in out/: name a run, a checkpoint, or other weights")
-    weights = checkpoint.find_weights(name)
-    model, tokenizer = checkpoint.open_model(weights)
+    model, source = checkpoint.open_model(name)
     model.to(find_world({}, torch.cuda.device_count(), flags.device).device)
     on_terminal = log.is_terminal(sys.stdin)
     if on_terminal:
-        ending.print_error(f"sampling from {weights}")
+        ending.print_error(f"sampling from {source.path}")
     sampling = asdict(flags) | {"model": "gpt2", "bf16": False, "warmup_steps": 0}
     for i, prompt in enumerate(prompts):
         try:
@@ -111,7 +110,7 @@ def show_samples(flags: SampleConfig, prompts: Iterable[str]):
         for number in range(config.num_samples):
             if number or (i and not on_terminal):
                 log.show("---")
-            for piece in sample(model, tokenizer, config, number):
+            for piece in sample(model, source.tokenizer, config, number):
                 log.show(piece, end="")
             log.show("")
 

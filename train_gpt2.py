@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from filelock import FileLock
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -33,8 +32,9 @@ from model import GPT
 from support import checkpoint, corpus, device, evaluate, fit, log, report, run_folder
 from support.cli import spell, typed_as
 from support.ending import NumericalError, Phase, UserError, signals
+from support.files import FolderLock
 from support.muon import MuonAdamW
-from support.pretrained import load_weights, read_weights
+from support.pretrained import Pretrained, load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
 from support.run import Run, draw, finish, restore, save, stop, vote_to_stop
 
@@ -327,20 +327,20 @@ class Plan(NamedTuple):
     off: dict[str, str]  # speed-ups that are off by default, and why
     is_new: bool  # whether out_dir did not exist yet
     start: Path | None  # the checkpoint or weights that the run starts from
+    source: Pretrained | None  # what is in start, unless several ranks must read it
     state: dict | None  # state.json, if start is a checkpoint of the run
     data: TokenFolder
     vocab_size: int
     questions: list[evaluate.Question]
 
 
-def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -> Plan:
+def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World) -> Plan:
     """Plan a run, or an evaluation if lock is None. Only the main rank calls this. Every mistake in
     flags or files raises UserError here, before the run has written anything."""
     is_new = not os.path.exists(out_dir)
     if lock and not is_new:
         run_folder.take_folder(out_dir, lock, is_new)  # before another run adds a checkpoint
-    start, state = find_start(typed, out_dir)
-    source = read_weights(start) if start else None
+    source, state = find_start(typed, out_dir)
     config, off = resolve(typed | {"out_dir": str(out_dir)}, state, source, world.device)
     if lock:
         config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if fractional
@@ -348,21 +348,27 @@ def make_plan(typed: dict, out_dir: Path, lock: FileLock | None, world: World) -
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
         check_same_run(state, config, data)
-    return Plan(config, off, is_new, start, state, data, vocab_size, questions)
+    start = source.path if source else None
+    if world.size > 1:
+        source = None
+    return Plan(config, off, is_new, start, source, state, data, vocab_size, questions)
 
 
-def find_start(typed: dict, out_dir: Path) -> tuple[Path | None, dict | None]:
-    """Return the checkpoint or weights that a run starts from, and the checkpoint's state."""
+def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | None]:
+    """Return the weights that a run starts from, and state.json if the run itself saved them."""
     init_from, eval_only = typed.get("init_from"), typed.get("eval_only")
     path = None if init_from and eval_only else checkpoint.newest(out_dir)
-    if path:
-        return path, checkpoint.read_state(path)
-    if init_from:
-        return checkpoint.find_weights(init_from), None
-    if eval_only:
-        cure = "name a run with --out-dir, or weights with --init-from"
-        raise UserError(f"no checkpoint in {out_dir}: {cure}")
-    return None, None
+    if path is None:
+        if eval_only and not init_from:
+            cure = "name a run with --out-dir, or weights with --init-from"
+            raise UserError(f"no checkpoint in {out_dir}: {cure}")
+        return (checkpoint.read_newest(init_from) if init_from else None), None
+    try:
+        return read_weights(path), checkpoint.read_state(path)
+    except Exception:
+        if os.path.lexists(path):
+            raise
+        return find_start(typed, out_dir)  # a live run, which we evaluate, has just removed it
 
 
 def check_same_run(state: dict, config: TrainConfig, data: TokenFolder):
@@ -402,7 +408,7 @@ def make_model(plan: Plan, world: World) -> GPT:
     # With the same seed, every rank draws the same initial weights.
     model = GPT(config.shape(plan.vocab_size), config.compute_config(), config.seed)
     if plan.start:
-        load_weights(model, world.call_on_all(read_weights, plan.start))
+        load_weights(model, plan.source or world.call_on_all(read_weights, plan.start))
         check_ranks_agree(model, plan.state["step"] if plan.state else 0, world)
     return model
 
@@ -426,12 +432,10 @@ def fit_micro_batch(model: GPT, plan: Plan, world: World) -> tuple[nn.Module, in
     raise fit.does_not_fit(plan.config)
 
 
-def set_up(typed: dict, world: World) -> Run | None:
+def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     """Return a run that is ready to train, or None if it is already complete. call_on_main calls a
     function on the main rank and returns its result on every rank. The rest runs on every rank."""
-    name, resume = typed.get("out_dir", ""), typed.get("resume", False)
-    out_dir = world.call_on_main(run_folder.choose_out_dir, name, resume)
-    lock = FileLock(out_dir / run_folder.LOCK)
+    out_dir = lock.folder
     plan = world.call_on_main(make_plan, typed, out_dir, lock, world)
     config, data, state = plan.config, plan.data, plan.state
     check_files_agree(plan, world)
@@ -450,6 +454,7 @@ def set_up(typed: dict, world: World) -> Run | None:
     model.to(world.device)
     net, B = fit_micro_batch(model, plan, world)
 
+    world.call_on_main(lock.check)
     # Start Weights & Biases before the log, so that a failure comes before anything is logged.
     wandb_run = None
     if config.wandb:
@@ -515,8 +520,14 @@ def run_program(typed: dict) -> int:
 
 def set_up_and_train(typed: dict, world: World) -> int:
     # This is a separate function so that run and its DDP are freed before the process group ends.
-    run = set_up(typed, world)
-    return train(run) if run else ending.DONE
+    name, resume = typed.get("out_dir", ""), typed.get("resume", False)
+    lock = FolderLock(world.call_on_main(run_folder.choose_out_dir, name, resume))
+    try:
+        run = set_up(typed, lock, world)
+        return train(run) if run else ending.DONE
+    except Exception:
+        lock.check()  # if the folder was moved, that is why
+        raise
 
 
 def main(argv: list[str] | None = None) -> int:

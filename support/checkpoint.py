@@ -27,7 +27,7 @@ from torch import Tensor
 from model import GPT
 from support import pretrained
 from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
-from support.files import sync
+from support.files import FolderLock, rename, sync
 from support.run_folder import SUMS, checkpoints, step_of
 from support.tokenizer import Tokenizer, as_json, load_tokenizer
 
@@ -39,16 +39,18 @@ class DamagedCheckpoint(UserError):
     """A checkpoint file does not match its digest."""
 
 
-def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
-    """Write a checkpoint, and return its folder. Raise DiskError if it can't be written."""
-    path = out_dir / f"step_{state['step']:06d}"
+def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
+    """Write a checkpoint into the locked folder, and return its path. Raise DiskError if it can't
+    be written."""
+    lock.check()
+    path = lock.folder / f"step_{state['step']:06d}"
     unfinished = path.with_name(f"{path.name}.tmp")
     tokenizer = load_tokenizer(state["tokenizer"])
     files = tokenizer.files(model.config.seq_len) if tokenizer else {}
     files["config.json"] = as_json(pretrained.hf_config(model.config, state["tokenizer"]))
     files["state.json"] = as_json({"format": FORMAT} | state)
     try:
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir()  # without parents, which would bring back a folder that was moved
         for name, content in files.items():
             (unfinished / name).write_bytes(content)
         save_file(pretrained.hf_weights(model), unfinished / "model.safetensors", {"format": "pt"})
@@ -61,10 +63,11 @@ def save(out_dir: Path, model: GPT, optimizer: torch.optim.Optimizer, state: dic
         (unfinished / SUMS).write_bytes("".join(lines).encode())
         sync_and_sum(unfinished / SUMS)
         sync(unfinished)
+        lock.check()
         if path.exists():  # a damaged checkpoint, which the resume skipped
             remove(path)
-        unfinished.rename(path)
-        sync(out_dir)
+        rename(unfinished, path)
+        sync(lock.folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise DiskError(f"{path} can't be written: {error}") from error
@@ -92,7 +95,7 @@ def remove(path: Path):
     doomed = path.with_name(f"{path.name}.removed.tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(doomed)
 
 
 def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
@@ -104,7 +107,10 @@ def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
     best = min(reversed(validated), key=lambda path: val_losses[step_of(path)], default=None)
     for path in checkpoints(out_dir):
         if path not in good[:keep] and path != best:
-            remove(path)
+            try:
+                remove(path)
+            except OSError as error:  # another program may have a file in it open
+                print_error(f"{path} can't be removed: {error}")
 
 
 def newest(out_dir: Path) -> Path | None:
@@ -116,6 +122,8 @@ def newest(out_dir: Path) -> Path | None:
             verify(path)
             return path
         except DamagedCheckpoint as error:
+            if not os.path.lexists(path):  # the live run in out_dir has just removed it
+                return newest(out_dir)
             print_error(f"{error}; trying the previous checkpoint")
     if paths:
         raise NoGoodCheckpoint(f"no checkpoint in {out_dir} is good")
@@ -215,21 +223,32 @@ def find_weights(name: str) -> Path:
         if path.parent != Path() and os.path.isdir(path.parent):  # not a Hugging Face name
             raise UserError(f"--init-from {name}: there is no such file or folder in {path.parent}")
         return pretrained.download(name)
-    path = newest(path) or path
-    if (path / SUMS).is_file():
+    found = newest(path)
+    if found is None and (path / SUMS).is_file():
         verify(path)
-    return path
+    return found or path
 
 
-def open_model(path: Path) -> tuple[GPT, str]:
-    """Return the network in a checkpoint or in other weights, and the name of its tokenizer."""
-    source = pretrained.read_weights(path)
+def read_newest(name: str) -> pretrained.Pretrained:
+    """Return the weights that --init-from names (if it names a run, the newest)."""
+    path = find_weights(name)
+    try:
+        return pretrained.read_weights(path)
+    except Exception:
+        if os.path.lexists(path):
+            raise
+        return read_newest(name)  # a live run has just removed it
+
+
+def open_model(name: str) -> tuple[GPT, pretrained.Pretrained]:
+    """Return the network that a run, a checkpoint or other weights hold, and the weights."""
+    source = read_newest(name)
     model = GPT(source.shape).eval()
     pretrained.load_weights(model, source)
-    return model, source.tokenizer
+    return model, source
 
 
 def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
     """Return a run's network and tokenizer (None if not installed), for notebooks and scripts."""
-    model, tokenizer = open_model(find_weights(name))
-    return model, load_tokenizer(tokenizer)
+    model, source = open_model(name)
+    return model, load_tokenizer(source.tokenizer)

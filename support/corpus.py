@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from config import TrainConfig
-from dataloader import TOKEN, VOCAB_SIZES, ShardError, ShardLoader, TokenFolder, open_folder
+from dataloader import (
+    TOKEN,
+    UNFINISHED,
+    VOCAB_SIZES,
+    ShardError,
+    ShardLoader,
+    TokenFolder,
+    open_folder,
+)
 from model import SHAPES
 from support.ending import UserError
 from support.pretrained import Pretrained
@@ -44,11 +52,13 @@ def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFold
 def python_source(tokenizer: str) -> Path:
     """Return the folder with Python's tokenized standard library. Create it if necessary."""
     folder = Path(f"data/stdlib-{tokenizer}")
-    if not folder.exists():
+    if not any(folder.glob("*.bin")) or (folder / UNFINISHED).exists():
         print(f"no --data-dir: tokenizing Python's standard library into {folder}", flush=True)
         program = Path(__file__).parent.with_name("prepare_data.py")
-        subprocess.run([sys.executable, program, "--tokenizer", tokenizer, "--data-dir", folder])
-    return folder  # even if that failed, because another run may have made the folder first
+        flags = ["--tokenizer", tokenizer, "--data-dir", str(folder)]
+        if subprocess.run([sys.executable, program, *flags]).returncode:  # it has printed why
+            raise UserError(f"{folder} could not be made: mend this, or name another --data-dir")
+    return folder
 
 
 def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int):

@@ -1,15 +1,18 @@
-"""Files that are written whole or not at all, and folders that one process writes."""
+"""Files that are written whole or not at all, and folders that only one process writes."""
 
 import errno
 import os
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
 
-from support.ending import print_error
+from support.ending import DiskError, print_error
 
+LOCK = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+IN_USE = (errno.EACCES, errno.EPERM, errno.EBUSY)
 
 
 @contextmanager
@@ -22,7 +25,7 @@ def whole_file(path: Path):
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(unfinished, path)
+        rename(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
     sync(path.parent)
@@ -36,13 +39,48 @@ def sync(folder: Path):
         os.close(number)
 
 
-def lock_folder(lock: FileLock):
-    """Acquire a lock. Raise Timeout if another process holds it. Print a line if the disk supports
-    no locks, like Lustre without -o flock."""
-    try:
-        lock.acquire(timeout=0)
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
-            raise  # also Timeout, which is an OSError
-        folder = Path(lock.lock_file).parent
-        print_error(f"{folder} can't be locked ({error}): don't let another process write to it")
+def rename(source: Path, target: Path):
+    """Rename a file or folder, and replace a file called target. Try for 10 s: on Windows and some
+    network disks, a virus scanner or a backup may have the file open for a moment."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            os.replace(source, target)
+            return
+        except OSError as error:
+            if error.errno not in IN_USE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+class FolderLock:
+    """Keeps other processes from writing to a folder until this one ends or calls release."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.lock = FileLock(folder / LOCK)
+        self.file: os.stat_result | None = None  # the locked file
+
+    def acquire(self, wait: bool = False):
+        """Lock the folder. Raise Timeout if another process has locked it, unless we may wait.
+        Print a line if the disk supports no locks, like Lustre without -o flock."""
+        try:
+            self.lock.acquire(timeout=-1 if wait else 0)
+            self.file = os.stat(self.lock.lock_file)
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+                raise  # also Timeout, which is an OSError
+            text = f"{self.folder} can't be locked ({error})"
+            print_error(f"{text}: don't let another process write to it")
+
+    def release(self):
+        self.lock.release()
+
+    def check(self):
+        """Raise DiskError if the folder is not the locked one any more. The open lock file keeps
+        its inode number, even on file systems whose other inode numbers change."""
+        with suppress(OSError):
+            if self.file is None or os.path.samestat(self.file, os.stat(self.lock.lock_file)):
+                return
+        text = f"{self.folder} is gone, or another folder has its name"
+        raise DiskError(f"{text}: was it moved, or its disk unmounted?")

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torch import nn
 
 from config import TrainConfig
@@ -15,9 +14,9 @@ from model import GPT
 from support import checkpoint, log
 from support.ending import STOPPED, Phase, signals, watchdog
 from support.evaluate import Question
-from support.files import whole_file
+from support.files import FolderLock, whole_file
 from support.ranks import World, check_ranks_agree
-from support.run_folder import SUMMARY, read_summary
+from support.run_folder import PICTURE, SUMMARY, read_summary
 from support.tokenizer import as_json
 
 
@@ -28,7 +27,7 @@ class Run:
     config: TrainConfig
     world: World
     out_dir: Path
-    lock: FileLock  # keeps other runs out of out_dir
+    lock: FolderLock  # of out_dir; only the main rank has acquired it
     log: log.Log
     environment: dict  # what affects results besides the flags: torch, processor, ranks, ...
     data: TokenFolder
@@ -104,7 +103,7 @@ def save(run: Run):
 def write_checkpoint(run: Run):
     started = time.perf_counter()
     # A background thread would first copy everything, just to save two seconds per 250 steps.
-    path = checkpoint.save(run.out_dir, run.model, run.optimizer, state_of(run))
+    path = checkpoint.save(run.lock, run.model, run.optimizer, state_of(run))
     if not run.has_read_back:
         checkpoint.check_read_back(path, run.model, run.optimizer)
         run.has_read_back = True
@@ -120,7 +119,8 @@ def draw(run: Run):
         return
     title = f"{run.config.model}, {run.config.steps:,} steps of {run.config.batch_tokens:,} tokens"
     try:
-        log.draw_losses(run.out_dir / "loss.png", title, run.losses, run.val_losses)
+        run.lock.check()
+        log.draw_losses(run.out_dir / PICTURE, title, run.losses, run.val_losses)
     except ImportError:
         pass
     except Exception as error:  # a failed plot must not end a run
@@ -139,10 +139,12 @@ def stop(run: Run) -> int:
 
 
 def finish(run: Run):
-    """Write summary.json, which marks the run as complete, and print the last lines."""
     signals.phase = Phase.LEAVING
-    if not run.world.is_main:
-        return
+    run.world.call_on_main(complete, run)
+
+
+def complete(run: Run):
+    """Write summary.json, which marks the run as complete, and print the last lines."""
     # This comes after the last evaluation, since a run killed during it is incomplete.
     path = run.out_dir / f"step_{run.step:06d}"
     summary = {"steps": run.step, "checkpoint": path.name}
@@ -156,6 +158,7 @@ def finish(run: Run):
         if best != run.step:
             best_path = path.with_name(f"step_{best:06d}")
             sample += f"\nbest checkpoint: python sample.py {shlex.quote(str(best_path))}"
+    run.lock.check()
     checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
     with whole_file(run.out_dir / SUMMARY) as f:
         f.write(as_json(summary))

@@ -1,4 +1,4 @@
-"""A run's folder: how it is chosen and locked. docs/reference.md lists its contents."""
+"""A run's folder: how it is chosen and taken. docs/reference.md lists its contents."""
 
 import json
 import os
@@ -6,12 +6,12 @@ import re
 import shutil
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from support.ending import UserError
-from support.files import lock_folder, sync
+from support.files import FolderLock, sync
 
-LOCK, LOG, SUMMARY, SUMS = ".lock", "log.jsonl", "summary.json", "SHA256SUMS"
+LOG, SUMMARY, PICTURE, SUMS = "log.jsonl", "summary.json", "loss.png", "SHA256SUMS"
 
 
 def step_of(path: Path) -> int:
@@ -42,10 +42,11 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     holds_run = bool(checkpoints(out_dir))
     if holds_run and not resume:
         raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
-    # A run that stops before its first checkpoint leaves these. plot.py adds curves*.png.
-    unfinished = {path for path in out_dir.glob("step_[0-9]*.tmp") if path.is_dir()}
-    others = set(out_dir.iterdir()) - unfinished - {out_dir / LOCK, log, out_dir / "wandb"}
-    others -= set(out_dir.glob("curves*.png"))
+    # Other files may stay, but not those that this run would overwrite or mistake for its own.
+    # A process that dies before its first checkpoint leaves a log and folders called step_*.tmp.
+    ours = [out_dir / SUMMARY, out_dir / PICTURE, *out_dir.glob("step_[0-9]*")]
+    others = [path for path in ours if os.path.lexists(path)]
+    others = [path for path in others if not (path.suffix == ".tmp" and path.is_dir())]
     if not holds_run and (out_dir / SUMS).exists() and (out_dir / "state.json").exists():
         raise UserError(f"--out-dir {out_dir} is a checkpoint: name its run, {out_dir.parent}")
     if others and not holds_run:
@@ -55,13 +56,13 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     return out_dir
 
 
-def take_folder(out_dir: Path, lock: FileLock, is_new: bool):
+def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
     """Create a run's folder, and lock it until this process ends. Raise UserError if another run
     has locked it, or if it was new (is_new) but another run has used it since."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
-        lock_folder(lock)
+        lock.acquire()
     except Timeout:
         raise UserError(f"--out-dir {out_dir} belongs to a live run: use another folder") from None
     except OSError as error:

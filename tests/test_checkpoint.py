@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import NEEDS_POSIX, digest, each_flipped, flags, losses, saved_sta
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+import sample
 import train_gpt2
 from config import TrainConfig
 from model import GPT, GPTConfig
@@ -24,6 +26,7 @@ from support.checkpoint import (
     verify,
 )
 from support.ending import NoGoodCheckpoint, UserError
+from support.files import FolderLock
 from support.pretrained import load_weights, read_weights
 from support.ranks import World
 from train_gpt2 import make_optimizer
@@ -51,7 +54,7 @@ def make_step(model: GPT, optimizer: torch.optim.Optimizer):
 
 
 def saved(folder: Path, step: int = 7, muon: bool = False) -> Path:
-    return save(folder, *after_steps(3, muon), {"step": step, "tokenizer": "unknown"})
+    return save(FolderLock(folder), *after_steps(3, muon), {"step": step, "tokenizer": "unknown"})
 
 
 # ---- What is saved is what is read ---------------------------------------------------------------
@@ -60,7 +63,7 @@ def saved(folder: Path, step: int = 7, muon: bool = False) -> Path:
 @MUON
 def test_a_saved_network_and_its_optimizer_go_on_to_the_bit(tmp_path, muon):
     model, optimizer = after_steps(3, muon)
-    path = save(tmp_path, model, optimizer, {"step": 3, "tokenizer": "unknown"})
+    path = save(FolderLock(tmp_path), model, optimizer, {"step": 3, "tokenizer": "unknown"})
     check_read_back(path, model, optimizer)
     names = {name for name, p in model.named_parameters() for _ in optimizer.state[p]}
     assert names == {name for name, _ in model.named_parameters()}
@@ -85,7 +88,7 @@ def test_a_saved_network_and_its_optimizer_go_on_to_the_bit(tmp_path, muon):
 def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
     """In a weight, in the optimizer, in the shape, or by a forgotten name."""
     model, optimizer = after_steps(3)
-    path = save(tmp_path, model, optimizer, {"step": 3, "tokenizer": "unknown"})
+    path = save(FolderLock(tmp_path), model, optimizer, {"step": 3, "tokenizer": "unknown"})
     moment = optimizer.state[model.transformer.ln_f.bias]["exp_avg"]
     for tensor in (model.transformer.wpe.weight, moment):
         before = tensor.clone()
@@ -100,7 +103,7 @@ def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
     every = pretrained.hf_weights(model)
     kept = {name: tensor for name, tensor in every.items() if "ln_f" not in name}
     monkeypatch.setattr(pretrained, "hf_weights", lambda _: kept)
-    path = save(tmp_path, model, optimizer, {"step": 4, "tokenizer": "unknown"})
+    path = save(FolderLock(tmp_path), model, optimizer, {"step": 4, "tokenizer": "unknown"})
     with pytest.raises(UserError, match="missing .*ln_f"):
         check_read_back(path, model, optimizer)
 
@@ -191,6 +194,36 @@ def test_the_newest_good_checkpoint_is_taken_and_each_damaged_one_named(tmp_path
         (path / "model.safetensors").unlink()
     with pytest.raises(NoGoodCheckpoint, match=str(tmp_path)):
         checkpoint.newest(tmp_path)
+
+
+@pytest.mark.parametrize("reader", ["sample.py", "load_model", "--init-from", "--eval-only"])
+@pytest.mark.parametrize("function", ["checkpoint.verify", "pretrained.read_file"])
+def test_a_reader_whose_checkpoint_a_live_run_removes_looks_again(
+    function, reader, whole, tmp_path, monkeypatch, capsys
+):
+    """Wherever that happens: here, at the first call of a function that reads it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(whole[1], "run")
+    module = {"checkpoint": checkpoint, "pretrained": pretrained}[function.split(".")[0]]
+    read = getattr(module, function.split(".")[1])
+
+    def rotated(path):
+        if os.path.isdir("run/step_000012"):
+            shutil.rmtree("run/step_000012")
+        return read(path)
+
+    monkeypatch.setattr(module, function.split(".")[1], rotated)
+    if reader == "sample.py":
+        assert sample.main(["run", "--prompt", "a", "--sample-tokens", "2"]) == 0
+    elif reader == "load_model":
+        load_model("run")
+    elif reader == "--init-from":
+        source, _ = train_gpt2.find_start({"init_from": "run"}, Path("new"))
+        assert source.path == Path("run/step_000010")
+    else:
+        assert train_gpt2.main(["--eval-only", "--out-dir", "run"]) == 0
+        assert "step_000010: 512 validation tokens" in capsys.readouterr().out
+    assert capsys.readouterr().err == ""
 
 
 def test_names_that_only_look_like_checkpoints_are_none(tmp_path):

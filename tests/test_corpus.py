@@ -4,7 +4,11 @@ import json
 import math
 import os
 import re
+import shutil
+import time
 from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +16,20 @@ from conftest import NEEDS_POSIX, prepare, write_shard
 from data_helpers import error_of, stream
 from test_dataloader import RAW, TOKENS, llmc, npy
 
+import prepare_data
 from config import TrainConfig
-from dataloader import DamagedShard, ShardError, ShardLoader, TokenFolder, open_folder
+from dataloader import (
+    UNFINISHED,
+    DamagedShard,
+    ShardError,
+    ShardLoader,
+    TokenFolder,
+    open_folder,
+)
 from support import corpus
 from support.corpus import check_data
 from support.ending import UserError
+from support.files import FolderLock
 
 
 @pytest.mark.parametrize("content", [llmc(), npy(), RAW], ids=["llm.c", "npy", "raw"])
@@ -195,3 +208,42 @@ def test_the_own_corpus_outlives_the_vocabulary(tmp_path, monkeypatch):
     config = TrainConfig(seq_len=16, warmup_steps=0)
     data, _ = corpus.open_data(config, None)
     assert data.train[0].path.parent == Path("data/stdlib-gpt2")
+
+
+def test_if_the_own_corpus_can_not_be_made_the_message_names_no_other_cure(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus.subprocess, "run", lambda command: SimpleNamespace(returncode=6))
+    with pytest.raises(UserError, match="data/stdlib-bytes could not be made: mend this, or name"):
+        corpus.open_data(TrainConfig(model="nano", warmup_steps=0), None)
+
+
+@pytest.mark.parametrize("name", [UNFINISHED, ".lock"])
+def test_who_needs_the_own_corpus_waits_for_whoever_is_making_it(tmp_path, monkeypatch, name):
+    """As two first runs, started at once. Here, the first is at its beginning, or has begun."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_data, "standard_library", lambda: [__file__])
+    assert prepare_data.main([]) == 0
+    whole = open_folder(Path("data/stdlib-bytes"))
+    Path("data/stdlib-bytes").rename("whole")
+    Path("data/stdlib-bytes").mkdir()
+    Path("data/stdlib-bytes", name).write_bytes(Path("whole/manifest.json").read_bytes())
+    has_locked = Event()
+
+    def make():
+        lock = FolderLock(Path("data/stdlib-bytes"))
+        lock.acquire()
+        has_locked.set()
+        time.sleep(0.5)
+        shutil.copytree("whole", "data/stdlib-bytes", dirs_exist_ok=True)
+        Path("data/stdlib-bytes", UNFINISHED).unlink(missing_ok=True)
+        lock.release()
+
+    Thread(target=make).start()
+    has_locked.wait()
+
+    def run(command: list) -> SimpleNamespace:
+        return SimpleNamespace(returncode=prepare_data.main([]))
+
+    monkeypatch.setattr(corpus.subprocess, "run", run)
+    data, _ = corpus.open_data(TrainConfig(model="nano", warmup_steps=0), None)
+    assert data.fingerprint == whole.fingerprint

@@ -35,6 +35,7 @@ from dataloader import DamagedShard
 from model import GPT, GPTConfig
 from support import checkpoint, device, ending, log, run_folder
 from support.checkpoint import newest, verify
+from support.files import FolderLock
 from support.run_folder import checkpoints, step_of
 
 resource = pytest.importorskip("resource")  # POSIX has it
@@ -159,7 +160,9 @@ def save(out_dir: Path, step: int, keep: int = 2) -> Path:
         p.grad = torch.zeros_like(p)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     optimizer.step()
-    path = checkpoint.save(out_dir, model, optimizer, {"step": step, "tokenizer": "bytes"})
+    path = checkpoint.save(
+        FolderLock(out_dir), model, optimizer, {"step": step, "tokenizer": "bytes"}
+    )
     checkpoint.rotate(out_dir, step, keep, {})
     return path
 
@@ -189,15 +192,14 @@ def test_a_crash_at_every_operation_of_a_save_leaves_old_or_new(tmp_path, is_dam
         paths = checkpoints(out_dir)
         assert len(paths) >= 2 - is_damaged and is_whole(newest(out_dir))
         assert all(is_whole(path) for path in paths if step_of(path) != new or not is_damaged)
-        lock = FileLock(out_dir / run_folder.LOCK)
-        run_folder.take_folder(out_dir, lock, is_new=False)
+        run_folder.take_folder(out_dir, FolderLock(out_dir), is_new=False)
         assert {path.name for path in out_dir.iterdir()} == {".lock", *(p.name for p in paths)}
     assert at > 20 and step_of(newest(out_dir)) == new
 
 
 def test_a_save_is_on_the_disk_before_it_counts_and_before_an_older_one_goes(tmp_path, monkeypatch):
     """So no power failure takes it: a disk may keep what is not synchronized in any order."""
-    synced, events, fsync, rename = set(), [], os.fsync, os.rename
+    synced, events, fsync = set(), [], os.fsync
 
     def logged_fsync(fd):
         fsync(fd)
@@ -205,14 +207,15 @@ def test_a_save_is_on_the_disk_before_it_counts_and_before_an_older_one_goes(tmp
         synced.add(path.stat().st_ino)
         events.extend(["synced"] if path == tmp_path else [])
 
-    def logged_rename(old, new):
+    def logged(rename, old, new):
         if Path(new).suffix != ".tmp":
             assert {path.stat().st_ino for path in (Path(old), *Path(old).iterdir())} <= synced
         events.append(Path(new).name)
         rename(old, new)
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
-    monkeypatch.setattr(os, "rename", logged_rename)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, partial(logged, getattr(os, name)))
     for step in range(1, 4):
         save(tmp_path, step)
     saves = [[f"step_00000{step}", "synced"] for step in range(1, 4)]
@@ -417,6 +420,7 @@ def in_save(function: str, error: Exception) -> Callable:
 NO_SPACE, IO_ERROR = OSError(errno.ENOSPC, "No space left"), OSError(errno.EIO, "I/O error")
 STALE, NO_ROUTE = OSError(errno.ESTALE, "Stale handle"), OSError(errno.EHOSTUNREACH, "no route")
 GONE = SafetensorError("I/O error: Transport endpoint is not connected (os error 107)")
+BUSY = PermissionError(errno.EACCES, "used by another program")
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 NO_TENSORS = SafetensorError("I/O error: No space left on device")
 FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (None: no folder)
@@ -477,6 +481,20 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
     "shards that are cut": (at("log_step", 3, break_shards, "cut"), 1, 6, "train_0000", []),
     "shards written over": (at("log_step", 3, break_shards, "other"), 1, 6, "train_0000", []),
     "shards that are gone": (at("log_step", 3, break_shards, "link"), 1, 6, "train_0000", []),
+    "a folder in use": (
+        at("checkpoint.remove", 1, raise_error, BUSY),
+        1,
+        0,
+        "5 can't be",
+        [12, 10],
+    ),
+    "a file in use": (
+        at("checkpoint.remove", 1, fail_next, "checkpoint.shutil.rmtree", BUSY),
+        1,
+        0,
+        "5 can't be",
+        [12, 10],
+    ),
     "a small disk": (partial(little_room, 10_000), 1, 2, "need 0.0 GB, but only 0.0 GB", None),
     "other data": (partial(other_machine, "other data"), 2, 2, "data is .* on rank 1 and", None),
     "no data": (partial(other_machine, "no data"), 2, 2, "data is not a folder of tokens", None),
@@ -548,7 +566,7 @@ def test_flags_and_state_of_a_resume_are_never_read_from_the_log(trial, how):
     assert code == 0 and digest(trial.out_dir) == digest(trial.whole[1]), err
 
 
-@pytest.mark.parametrize("name", ["lock", "loss.png", "trace_000003.json", "step_000003.tmp"])
+@pytest.mark.parametrize("name", ["summary.json", "loss.png", "step_000003", "step_000003.tmp"])
 def test_a_folder_with_files_of_the_user_and_no_run_is_refused(trial, name):
     """With and without --resume; and as the newest of out/, where a resume looks."""
     for folder in (trial.out_dir, trial.folder / "out" / "2024"):
@@ -744,6 +762,28 @@ MOMENTS = {
 PAUSES = [("step", 1), ("save", 2)]
 OTHER_PAUSES = {*itertools.product(MOMENTS, (1, 2))} - {*PAUSES}
 PAUSES += [pytest.param(*pause, marks=slow) for pause in sorted(OTHER_PAUSES)]
+
+
+def take_away(how: str, *_):
+    Path("run").rename("moved")
+    if how == "replaced":  # by a second run, as the name was free
+        Path("run").mkdir()
+        Path("run", ".lock").touch()
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced"])
+@pytest.mark.parametrize(("moment", "ranks"), PAUSES)
+def test_a_run_writes_only_into_the_folder_that_it_has_locked(trial, moment, ranks, how):
+    """Its own is moved, or its disk unmounted. Put back, it goes on."""
+    code, _, err = trial.train(ranks, at(*MOMENTS[moment], take_away, how))
+    assert code == 6 and "run is gone, or another folder has its name" in err, err
+    assert len(err.splitlines()) == 1 or moment in ("sample", "validation")
+    if how == "replaced":
+        assert content(trial.out_dir) in ({".lock": b""}, {".lock": b"", "log.jsonl": b""})
+        shutil.rmtree(trial.out_dir)
+    assert not trial.out_dir.exists()
+    (trial.folder / "moved").rename(trial.out_dir)
+    trial.goes_on(ranks)
 
 
 def stop_all(moment: str, rank: int):

@@ -1,5 +1,9 @@
 """Tests ../support/files.py."""
 
+import errno
+import itertools
+import os
+
 import pytest
 from conftest import NEEDS_POSIX
 
@@ -24,3 +28,26 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
         f.write(b"new")
     assert (tmp_path / "mine").read_text() == "precious"
     assert (tmp_path / "a").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EBUSY])
+def test_a_file_that_a_scanner_has_open_for_a_moment_is_renamed(number, tmp_path, monkeypatch):
+    replace, calls = os.replace, itertools.count(1)
+
+    def in_use(source, target):
+        if next(calls) < 4:
+            raise OSError(number, "used by another program")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", in_use)
+    with files.whole_file(tmp_path / "a") as f:
+        f.write(b"new")
+    assert (tmp_path / "a").read_bytes() == b"new" and next(calls) == 5
+
+
+def test_no_other_failure_to_rename_is_tried_again(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(files.time, "sleep", calls.append)
+    with pytest.raises(FileNotFoundError):
+        files.rename(tmp_path / "a", tmp_path / "b")
+    assert not calls

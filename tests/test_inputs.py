@@ -313,7 +313,7 @@ def test_a_file_of_no_text_is_skipped_and_counted_and_alone_refused(kind, tmp_pa
         assert stream(tmp_path / "data", split) == stream(tmp_path / "texts only", split)
     assert prepare(tmp_path / "alone", "--input", texts / f"50.{kind}") == 2
     assert "0 tokens for train, too few: skipped, not UTF-8 text: 1" in error_of(capsys)
-    assert not (tmp_path / "alone.unfinished").exists()
+    assert not (tmp_path / "alone").exists()
 
 
 def test_what_is_text_is_read_whatever_its_name_and_where_its_nul_is(tmp_path):

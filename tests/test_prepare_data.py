@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_data
-from dataloader import VOCAB_SIZES, open_folder
+from dataloader import UNFINISHED, VOCAB_SIZES, ShardError, open_folder
 from support import inputs
 from support.tokenizer import load_tokenizer
 
@@ -289,12 +290,30 @@ def test_a_folder_of_other_text_is_refused_and_kept(other, tmp_path, capsys):
     assert before == content(tmp_path / "data")
 
 
-def test_what_else_exists_is_refused_and_kept(tmp_path, capsys):
+def test_a_folder_with_other_files_is_used_and_they_stay(tmp_path):
+    """Also the folder of the texts, and one that is empty."""
     texts = write_texts(tmp_path / "texts")
-    before = content(texts)
-    assert prepare(texts, "--input", PROGRAM) == 2
-    assert "exists but holds other files: choose another" in error_of(capsys)
-    assert before == content(texts)
+    (tmp_path / "empty").mkdir()
+    assert prepare(tmp_path / "empty", "--input", texts) == 0
+    mine = content(texts)
+    for _ in range(2):
+        assert prepare(texts, "--input", texts) == 0
+        assert content(texts).items() >= mine.items()
+        assert open_folder(texts).fingerprint == open_folder(tmp_path / "empty").fingerprint
+
+
+@pytest.mark.parametrize("name", ["train.bin", "fineweb_val_000000.bin", "tokens.npy"])
+def test_shards_of_others_are_refused_and_kept(name, tmp_path, capsys):
+    texts = write_texts(tmp_path / "texts")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text("mine")
+    assert prepare(tmp_path / "data", "--input", texts) == 2
+    assert f"holds {name} but no manifest.json: choose another" in error_of(capsys)
+    assert content(tmp_path / "data") == {name: b"mine"}
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_and_kept(tmp_path):
+    texts = write_texts(tmp_path / "texts")
     (tmp_path / "data").write_text("mine")
     assert prepare(tmp_path / "data", "--input", texts) == 2
     assert (tmp_path / "data").read_text() == "mine"
@@ -351,7 +370,8 @@ def test_killed_at_any_write_the_same_command_goes_on(fraction, tmp_path, monkey
         counter.calls, counter.kill_at = 0, k
         with pytest.raises(Killed):
             prepare(folder, "--input", texts, *flags)
-        assert not folder.exists() or k == most  # the last synchronizes the folder's new name
+        with suppress(ShardError):  # a run refuses it, unless only its last synchronization lacks
+            assert open_folder(folder) and k == most
         counter.kill_at = 0
         assert prepare(folder, "--input", texts, *flags) == 0
         assert content(folder) == whole
@@ -364,18 +384,18 @@ def test_what_is_whole_is_kept_and_not_tokenized_again(tmp_path, monkeypatch, ca
     counter.calls, counter.kill_at = 0, 3 * counter.calls // 4
     with pytest.raises(Killed):
         prepare(tmp_path / "data", "--input", texts, *flags)
-    unfinished = tmp_path / "data.unfinished"
-    manifest = json.loads((unfinished / "manifest.json").read_bytes())
+    unfinished = tmp_path / "data"
+    manifest = json.loads((unfinished / UNFINISHED).read_bytes())
     names = [entry["name"] for entry in manifest["train"]["shards"]]
     kept = {name: (unfinished / name).stat() for name in names}
     assert len(kept) > 15
     assert prepare(tmp_path / "data", "--input", texts, "--shard-tokens", 2048) == 2
-    assert "unfinished was made with --shard-tokens 1024, not 2048" in error_of(capsys)
+    assert "data was made with --shard-tokens 1024, not 2048" in error_of(capsys)
     first = texts / "01.txt"
     original = first.read_bytes()
     first.write_bytes(original + b"x")
     assert prepare(tmp_path / "data", "--input", texts, *flags) == 2
-    assert "unfinished was made from other text" in error_of(capsys)
+    assert "data was made from other text" in error_of(capsys)
     first.write_bytes(original)
     num_tokenized = 0
     tokenize = prepare_data.tokenize
@@ -420,7 +440,7 @@ def test_a_flipped_bit_is_found_by_verify(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("function", ["fsync", "replace", "rename"])
+@pytest.mark.parametrize("function", ["fsync", "replace", "mkdir"])
 def test_a_disk_that_fails_is_exit_code_6_and_the_same_command_goes_on(
     function, number, tmp_path, monkeypatch, capsys
 ):
@@ -435,9 +455,7 @@ def test_a_disk_that_fails_is_exit_code_6_and_the_same_command_goes_on(
         assert prepare(tmp_path / "data", *flags) == 6
     error = error_of(capsys)
     assert os.strerror(number) in error and "repeat the command" in error
-    assert not (tmp_path / "data").exists()
-    unfinished = tmp_path / "data.unfinished"
-    assert (function == "rename") == bool(list(unfinished.glob("*.bin")))  # whole ones alone
+    assert not list((tmp_path / "data").glob("*.bin"))
     assert prepare(tmp_path / "data", *flags) == 0
     assert prepare(tmp_path / "whole", *flags) == 0
     assert content(tmp_path / "data") == content(tmp_path / "whole")
@@ -469,9 +487,9 @@ def test_of_two_at_once_one_is_refused(tmp_path):
     texts = much_text(tmp_path / "texts", 4)
     flags = ("--input", texts, "--tokenizer", "gpt2", "--workers", 2, "--shard-tokens", 20_000)
     process = start(tmp_path / "data", *flags)
-    unfinished = tmp_path / "data.unfinished"
+    unfinished = tmp_path / "data"
     lock = FileLock(unfinished / ".lock", timeout=0)
-    for name in (".lock", "manifest.json"):
+    for name in (".lock", UNFINISHED):
         while not (unfinished / name).exists():
             assert process.poll() is None
             time.sleep(0.001)

@@ -12,6 +12,7 @@ from filelock import FileLock
 
 import train_gpt2
 from support.ending import UserError
+from support.files import FolderLock
 from support.run_folder import choose_out_dir, take_folder
 
 
@@ -31,6 +32,19 @@ def test_runs_are_numbered_and_resume_takes_the_newest(data_dir, tmp_path):
     code, out, _ = train([*flags(data_dir=data_dir, steps=4), "--resume"], tmp_path)
     assert code == 0 and "resumed after step 3" in out
     assert max(losses(tmp_path / "out" / "002")) == 4
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_with_other_files_is_used_and_they_stay(data_dir, tmp_path, resume):
+    """As the output of nohup or SLURM, a disk's own folder, or a file that keeps it in git."""
+    names = ["train.log", "slurm-1.out", ".DS_Store", ".gitkeep", "config.json", "step_best"]
+    out_dir = tmp_path / "run"
+    (out_dir / "lost+found").mkdir(parents=True)
+    for name in names:
+        (out_dir / name).write_text("mine")
+    assert train(flags(data_dir=data_dir, out_dir="run", steps=3, resume=resume), tmp_path)[0] == 0
+    assert (out_dir / "step_000003").is_dir() and (out_dir / "lost+found").is_dir()
+    assert all((out_dir / name).read_text() == "mine" for name in names)
 
 
 def test_what_a_first_save_leaves_when_it_is_killed_is_no_run_and_no_obstacle(tmp_path):
@@ -80,7 +94,7 @@ def test_a_disk_without_locks_is_said_and_used(error, tmp_path, texts, monkeypat
     monkeypatch.chdir(tmp_path)
     assert prepare(tmp_path / "data", "--input", texts) == 0
     assert content(tmp_path / "data") == content(tmp_path / "locked")
-    assert "data.unfinished can't be locked" in capsys.readouterr().err
+    assert "data can't be locked" in capsys.readouterr().err
     line = flags(data_dir="data", out_dir="run", steps=3, warmup_steps=1)
     assert train_gpt2.main(line) == 0 and (tmp_path / "run" / "step_000003").is_dir()
     assert re.fullmatch("train_gpt2.py: run can't be locked .*\n", capsys.readouterr().err)
@@ -92,4 +106,4 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(FileLock, "acquire", refuse)
     with pytest.raises(UserError, match="can't write to --out-dir"):
-        take_folder(tmp_path / "run", FileLock(tmp_path / "run" / ".lock"), True)
+        take_folder(tmp_path / "run", FolderLock(tmp_path / "run"), True)

@@ -731,7 +731,6 @@ MISTAKES = {
     "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: use another name",
     "--out-dir run/summary.json/run": "--out-dir .*run/summary.json/run",
-    "--out-dir llama": "--out-dir llama holds train_0.bin but no run: use a new",
     "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2",
     "--out-dir run --resume --no-pad-vocab": "--no-pad-vocab: the run in run has --pad-vocab",
     "--out-dir run --resume --seed 7": "--seed 7: the run in run has --seed 1337: leave it out",
