@@ -455,4 +455,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    ending.open_standard_streams()
     sys.exit(main())

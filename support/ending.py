@@ -232,9 +232,20 @@ def waits_for_person() -> bool:
     return False
 
 
+def open_standard_streams():
+    """Open /dev/null in place of closed standard streams (`2>&-`, some daemons). Otherwise, a file
+    that we open later, such as a checkpoint, gets number 2, where messages are written."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+
+
 def guard_imports():
     """Make Ctrl-C end the slow import of torch without a traceback. Ask Linux to kill this rank if
     torchrun dies, because the rank would otherwise keep training and hold the run's lock."""
+    open_standard_streams()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return

@@ -30,6 +30,29 @@ def test_an_exit_code_needs_no_reader(tmp_path):
             assert subprocess.run(command, cwd=tmp_path, **streams).returncode == code
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("closed", [[2], [0, 1, 2], [1]], ids=str)
+@pytest.mark.parametrize("script", ["train_gpt2.py", "sample.py", "prepare_data.py"])
+def test_closed_streams_are_no_files_of_the_program(script, closed, tmp_path):
+    """Once, the words about a signal were written into a checkpoint, which had the number 2."""
+    code = f"""
+import os, runpy, sys
+report = os.fdopen(os.dup(1), "w")
+for number in {closed}:
+    os.close(number)
+sys.argv = ["{script}", "--no-such-flag"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    code = end.code
+print(code, [os.readlink(f"/proc/self/fd/{{number}}") for number in {closed}], file=report)
+"""
+    command = [sys.executable, "-c", code]
+    repo = os.path.dirname(train_gpt2.__file__)
+    out = subprocess.run(command, cwd=repo, capture_output=True, text=True).stdout
+    assert out == f"2 {['/dev/null'] * len(closed)}\n"
+
+
 @NEEDS_POSIX
 def test_ctrl_c_while_torch_is_imported_is_no_traceback():
     command = [sys.executable, "-v", train_gpt2.__file__, "--help"]  # tells each import
