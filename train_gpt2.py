@@ -286,8 +286,9 @@ def evaluate_if_due(run: Run):
     eval_every steps. Evaluations use their own loader and generator, so they never change a run.
     A stop signal cuts an evaluation short. Then, the resumed run repeats it."""
     config, world, tokenizer = run.config, run.world, run.data.tokenizer
-    is_skipped = run.step > 0 and not is_due(run.step, config.eval_every, config.steps)
-    if run.must_stop or is_skipped:
+    due = run.step == 0 or is_due(run.step, config.eval_every, config.steps)
+    due = due or (run.was_complete and run.step == run.first_step)
+    if run.must_stop or not due:
         return
     if config.eval_tokens:
         figures = evaluate.validate(run.net, run.model, run.val_loader, tokenizer, config, world)

@@ -102,15 +102,19 @@ def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
     """Remove all checkpoints except the newest `keep` and the one with the best validation loss. A
     checkpoint after `step` is removed, too, because it is damaged and the resume skipped it."""
     good = [path for path in checkpoints(out_dir) if step_of(path) <= step]
-    validated = [path for path in good if step_of(path) in val_losses]
-    # On a tie, take the earliest, as run.finish does to print the best checkpoint's name.
-    best = min(reversed(validated), key=lambda path: val_losses[step_of(path)], default=None)
+    best = best_of(good, val_losses)
     for path in checkpoints(out_dir):
         if path not in good[:keep] and path != best:
             try:
                 remove(path)
             except OSError as error:  # another program may have a file in it open
                 print_error(f"{path} can't be removed: {error}")
+
+
+def best_of(paths: list[Path], val_losses: dict[int, float]) -> Path | None:
+    """Return the checkpoint with the best validation loss, or None if none was validated."""
+    validated = [path for path in paths if step_of(path) in val_losses]
+    return min(sorted(validated), key=lambda path: val_losses[step_of(path)], default=None)
 
 
 def newest(out_dir: Path) -> Path | None:

@@ -51,7 +51,7 @@ def validate(
 ) -> dict[str, float]:
     """Return the mean loss over the first --eval-tokens tokens of loader, in several units."""
     # The ranks take turns, so any number of ranks covers the same tokens, in nearly equal shares.
-    num_sequences = num_val_sequences(config, loader)
+    num_sequences = num_val_sequences(config.eval_tokens, loader)
     numbers_of_rank = range(world.rank, num_sequences, world.size)
     codec = load_tokenizer(tokenizer)
     num_bytes = 0  # bytes of text in the targets
@@ -80,8 +80,8 @@ def validate(
     return figures
 
 
-def num_val_sequences(config: TrainConfig, loader: ShardLoader) -> int:
-    return max(1, min(config.eval_tokens // loader.T, len(loader)))
+def num_val_sequences(eval_tokens: int, loader: ShardLoader) -> int:
+    return max(1, min(eval_tokens // loader.T, len(loader)))
 
 
 def format_metrics(figures: dict[str, float]) -> str:
@@ -103,7 +103,7 @@ def evaluate_weights(
     text = ""
     figures: dict[str, float] = {}
     if config.eval_tokens:
-        text = f"{num_val_sequences(config, loader) * loader.T:,} validation tokens: "
+        text = f"{num_val_sequences(config.eval_tokens, loader) * loader.T:,} validation tokens: "
         figures |= validate(model, model, loader, data.tokenizer, config, world)
     if questions:
         figures |= answers(model, questions, config, world)

@@ -13,10 +13,10 @@ from dataloader import ShardLoader, TokenFolder
 from model import GPT
 from support import checkpoint, log
 from support.ending import STOPPED, Phase, signals, watchdog
-from support.evaluate import Question
+from support.evaluate import Question, num_val_sequences
 from support.files import FolderLock, whole_file
 from support.ranks import World, check_ranks_agree
-from support.run_folder import PICTURE, SUMMARY, read_summary
+from support.run_folder import PICTURE, SUMMARY, checkpoints, step_of
 from support.tokenizer import as_json
 
 
@@ -42,6 +42,7 @@ class Run:
     step: int = 0  # steps done
     first_step: int = 0  # the step at which this process started
     saved_step: int = -1  # the step of the newest checkpoint
+    was_complete: bool = False  # whether this process began with the last step of a shorter run
     must_stop: bool = False  # whether any rank got a stop signal; the same on every rank
     has_read_back: bool = False  # whether this process has read back its first checkpoint
     losses: dict[int, float] = field(default_factory=dict)  # by step, for loss.png
@@ -75,10 +76,14 @@ def restore(run: Run, path: Path, state: dict):
     # JSON turned the steps, which are keys, into strings.
     run.losses = {int(step): loss for step, loss in state["losses"].items()}
     run.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
-    # Runs save before they validate, so only summary.json has the last validation loss.
-    summary = read_summary(run.out_dir)
-    if summary.get("steps") == run.step and "val_loss" in summary:
-        run.val_losses[run.step] = summary["val_loss"]
+    saved = state["config"]
+    sizes = {
+        num_val_sequences(n, run.val_loader) for n in (run.config.eval_tokens, saved["eval_tokens"])
+    }
+    if len(sizes) > 1:
+        run.val_losses = {}  # losses on other tokens can't be compared
+    # Runs save before they validate, so the validation after the old last step is in no checkpoint.
+    run.was_complete = run.step == saved["steps"]
     signals.phase = Phase.SAVED
 
 
@@ -146,20 +151,20 @@ def finish(run: Run):
 def complete(run: Run):
     """Write summary.json, which marks the run as complete, and print the last lines."""
     # This comes after the last evaluation, since a run killed during it is incomplete.
+    run.lock.check()
+    checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
     path = run.out_dir / f"step_{run.step:06d}"
+    best_path = checkpoint.best_of(checkpoints(run.out_dir), run.val_losses)
     summary = {"steps": run.step, "checkpoint": path.name}
     text = f"done: {run.step:,} steps"
     sample = f"sample: python sample.py {shlex.quote(str(run.out_dir))}"
-    if run.val_losses:
-        best = min(run.val_losses, key=run.val_losses.__getitem__)
+    if best_path:
+        best = step_of(best_path)
         last_loss, best_loss = run.val_losses[max(run.val_losses)], run.val_losses[best]
         summary |= {"val_loss": last_loss, "best_step": best, "best_val_loss": best_loss}
         text += f", validation {last_loss:.4f}, best {best_loss:.4f} after step {best:,}"
         if best != run.step:
-            best_path = path.with_name(f"step_{best:06d}")
             sample += f"\nbest checkpoint: python sample.py {shlex.quote(str(best_path))}"
-    run.lock.check()
-    checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
     with whole_file(run.out_dir / SUMMARY) as f:
         f.write(as_json(summary))
     run.log.record(done=run.step)

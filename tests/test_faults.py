@@ -302,6 +302,44 @@ def test_the_best_checkpoint_of_a_run_that_is_extended_stays(trial):
     assert min(by_step, key=by_step.get) == 5 and trial.saved() == [10, 9, 5]
 
 
+@pytest.mark.parametrize("content", ["null", "0.1", '"a"', "[]", "NaN"])
+def test_what_is_best_is_never_read_from_the_summary(trial, content):
+    """It has no digest. Once, a changed number was a false best, and null a TypeError."""
+    shutil.copytree(trial.whole[1], trial.out_dir)
+    summary = trial.out_dir / "summary.json"
+    true = json.loads(summary.read_bytes())
+    summary.write_text(re.sub(r'(?<=val_loss": )[\d.]+', content, summary.read_text()))
+    code, _, err = trial.train(steps=15, learning_rate=1)
+    assert code == 0, err
+    found = json.loads(summary.read_bytes())
+    assert found["best_step"] == 12 and found["best_val_loss"] == true["val_loss"]
+    assert records(trial.out_dir, "val_loss")[12] == true["val_loss"]
+
+
+def test_losses_on_other_tokens_do_not_compete_for_the_best(trial):
+    """Here, all tokens together are easier than the first ones."""
+    changes = {"save_every": 1, "eval_every": 3, "learning_rate": 1e-9}
+    assert trial.train(steps=9, **changes)[0] == 0
+    first = records(trial.out_dir, "val_loss")[9]
+    code, out, err = trial.train(steps=20, eval_tokens=16, **changes)
+    by_step = {step: loss for step, loss in records(trial.out_dir, "val_loss").items() if step >= 9}
+    assert code == 0 and first < min(by_step.values()), err
+    best = min(by_step, key=by_step.get)
+    assert f"best {by_step[best]:.4f} after step {best}; saved" in out
+    assert best in trial.saved()
+
+
+def test_the_best_checkpoint_that_is_named_exists(trial):
+    """Here, somebody has removed the best one."""
+    changes = {"save_every": 1, "eval_every": 3}
+    assert trial.train(steps=5, **changes)[0] == 0
+    assert trial.train(steps=8, learning_rate=5, **changes)[0] == 0
+    shutil.rmtree(trial.out_dir / "step_000005")
+    assert trial.train(steps=10, learning_rate=5, **changes)[0] == 0
+    summary = json.loads((trial.out_dir / "summary.json").read_bytes())
+    assert summary["best_step"] in trial.saved()
+
+
 # ---- Faults that end a run, and which code and words they end it with ----------------------------
 
 
