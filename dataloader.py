@@ -123,7 +123,7 @@ def open_folder(path: Path) -> TokenFolder:
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
     splits: dict[str, list[Shard]] = {"train": [], "val": []}
     digest = hashlib.sha256()
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).is_file():  # reading a pipe would wait forever
         manifest = read_manifest(path / MANIFEST)
         tokenizer = manifest["tokenizer"]["name"]
         for split, shards in splits.items():

@@ -17,6 +17,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -24,14 +25,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from config import TrainConfig
 from model import GPT
 from support import pretrained
 from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
-from support.files import FolderLock, rename, sync
+from support.files import FolderLock, open_regular, read_small, rename, sync
 from support.run_folder import SUMS, checkpoints, step_of
 from support.tokenizer import Tokenizer, as_json, load_tokenizer
 
 FORMAT = 4  # of state.json
+STATE = {"step": int, "position": int, "micro_batch_size": int, "scaler": dict, "losses": dict}
+STATE |= {"val_losses": dict, "environment": dict, "tokenizer": str, "data": str}
+ENVIRONMENT = ("torch", "threads", "ranks", "device_name")  # what a resume compares
 REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
 
 
@@ -139,13 +144,15 @@ def verify(path: Path):
     file = path / SUMS
     try:
         # Split only at \n, to catch a bit flip that turns \n into another line ending.
-        *lines, after_last = file.read_bytes().decode("ascii").split("\n")
+        *lines, after_last = read_small(file).decode("ascii").split("\n")
         names = [line[66:] for line in lines]  # skip 64 digits and two spaces
         if after_last or not set(names) >= REQUIRED:
             raise ValueError("it is incomplete")
         for name, line in zip(names, lines, strict=True):
+            if name != Path(name).name:
+                raise ValueError("it names a file in another folder")
             file = path / name
-            with open(file, "rb") as f:
+            with open_regular(file) as f:
                 digest = hashlib.file_digest(f, "sha256").hexdigest()
             if line != f"{digest}  {name}":
                 raise ValueError(f"its SHA-256 differs from {SUMS}")
@@ -154,15 +161,36 @@ def verify(path: Path):
 
 
 def read_state(path: Path) -> dict:
-    """Return the state.json of a verified checkpoint. Raise UserError for an unknown format."""
-    state = json.loads((path / "state.json").read_bytes())
-    if state["format"] == 3:  # written up to 2026-11-25
-        config = state["config"]
-        config["schedule"] = "cosine" if config["cosine"] else "constant"
-        state["micro_batch_size"] = config["micro_batch_size"]
-    elif state["format"] != FORMAT:
-        raise UserError(f"another version of this code wrote {path}: use that version")
-    return state
+    """Return the state.json of a verified checkpoint. Raise UserError for an unknown format, or if
+    somebody has edited it and its digest, so that a value can't be one that we wrote."""
+    file = path / "state.json"
+    try:
+        state = json.loads(read_small(file))
+        if state["format"] == 3:  # written up to 2026-11-25
+            config = state["config"]
+            config["schedule"] = "cosine" if config["cosine"] else "constant"
+            state["micro_batch_size"] = config["micro_batch_size"]
+        elif state["format"] != FORMAT:
+            raise UserError(f"another version of this code wrote {path}: use that version")
+        check_state(state, step_of(path))
+        for name in ("losses", "val_losses"):  # JSON turned the steps, which are keys, into strings
+            state[name] = {int(step): float(loss) for step, loss in state[name].items()}
+        return state
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file} is not what a run saves: {error!r:.99}") from error
+
+
+def check_state(state: dict, step: int):
+    defaults = {f.name: f.default for f in fields(TrainConfig)}
+    kinds = {name: type(default) for name, default in defaults.items()} | STATE
+    values = defaults | state["config"] | state
+    for name, kind in kinds.items():
+        if not isinstance(values[name], (int, float) if kind is float else kind):
+            raise TypeError(f"{name} is {values[name]!s:.20}")
+    for name in ENVIRONMENT:
+        state["environment"][name]  # raises if it is missing
+    if state["step"] != step or state["position"] < 0 or state["micro_batch_size"] < 1:
+        raise ValueError("its step, position or micro_batch_size is wrong")
 
 
 def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
@@ -211,7 +239,7 @@ def fingerprint(path: Path) -> str:
     """Return a fingerprint of a checkpoint, as this rank's machine sees it."""
     try:
         names = sorted(os.listdir(path))
-        digests = (path / SUMS).read_bytes()
+        digests = read_small(path / SUMS)
     except OSError as error:
         return str(error)
     return hashlib.sha256(f"{names} {digests!r}".encode()).hexdigest()[:16]

@@ -21,6 +21,7 @@ from model import GPT, VARLEN_BACKENDS
 from support import log
 from support.device import autocast
 from support.ending import UserError, signals, until_signal, watchdog
+from support.files import read_small
 from support.fit import pass_fits
 from support.ranks import World
 from support.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
@@ -152,11 +153,11 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
     codec = require_tokenizer(tokenizer)
     if VOCAB_SIZES[tokenizer] > vocab_size:
         raise UserError(f"--hellaswag: {tokenizer} tokens exceed the network's {vocab_size} ids")
-    if not os.path.isfile(path):  # reading a pipe would wait forever
+    if not os.path.isfile(path):
         raise UserError(f"--hellaswag {path}: there is no such file")
     where, examples = f"--hellaswag {path}", []
     try:
-        for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        for number, line in enumerate(read_small(Path(path)).splitlines(), 1):
             where = f"--hellaswag {path}, line {number}"
             if line.strip():
                 examples.append(as_example(json.loads(line), codec))

@@ -1,6 +1,7 @@
-"""Files that are written whole or not at all, and folders that only one process writes."""
+"""Files that are written whole or not at all, strangers' files, and folders of one process."""
 
 import errno
+import io
 import os
 import time
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from support.ending import DiskError, print_error
 
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+MAX_SMALL = 1 << 28  # bytes of JSON or a vocabulary; HellaSwag has 2**24
 IN_USE = (errno.EACCES, errno.EPERM, errno.EBUSY)
 
 
@@ -29,6 +31,24 @@ def whole_file(path: Path):
     finally:
         unfinished.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file that a stranger may have made. Raise OSError if it is not a regular file, because
+    opening a pipe may wait forever, and a device may have no end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(f"{path} is not a regular file")
+    return open(path, "rb")
+
+
+def read_small(path: Path) -> bytes:
+    """Return the content of a file that a stranger may have made. Raise OSError if it is not a
+    regular file, or too large to be what we expect."""
+    with open_regular(path) as f:
+        content = f.read(MAX_SMALL + 1)
+    if len(content) > MAX_SMALL:
+        raise OSError(f"{path} is larger than {MAX_SMALL:,} bytes")
+    return content
 
 
 def sync(folder: Path):

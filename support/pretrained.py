@@ -14,6 +14,7 @@ from torch import Tensor
 from dataloader import VOCAB_SIZES
 from model import GPT, GPTConfig
 from support.ending import UserError
+from support.files import read_small
 from support.tokenizer import load_gpt2
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
@@ -192,7 +193,7 @@ def read_file(path: Path) -> dict:
     if not path.is_file():  # reading a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
     if path.suffix == ".json":
-        return json.loads(path.read_bytes())
+        return json.loads(read_small(path))
     if path.suffix == ".safetensors":
         return load_file(path)
     # A file of build-nanogpt holds a GPTConfig object. Read its numbers without its code.

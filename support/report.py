@@ -8,6 +8,7 @@ from datetime import timedelta
 from tqdm import tqdm
 
 from config import TrainConfig, has_moved
+from support import checkpoint
 from support.cli import spell, typed_as
 from support.run import Run
 from support.tokenizer import load_tokenizer, vocab_cure
@@ -83,7 +84,7 @@ def changes_since(state: dict, run: Run) -> list[str]:
             saved, current = state["micro_batch_size"], run.loader.B
         if saved != current:
             changes[f.metadata["on_resume"]].append(f"{spell(f.name)} {current} instead of {saved}")
-    for name in ("torch", "threads", "ranks", "device_name"):
+    for name in checkpoint.ENVIRONMENT:
         saved, current = state["environment"][name], run.environment[name]
         if saved != current:
             changes["inexact"].append(f"{name} {current} instead of {saved}")

@@ -73,9 +73,7 @@ def restore(run: Run, path: Path, state: dict):
     run.loader.position = state["position"]
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
-    # JSON turned the steps, which are keys, into strings.
-    run.losses = {int(step): loss for step, loss in state["losses"].items()}
-    run.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
+    run.losses, run.val_losses = state["losses"], state["val_losses"]
     saved = state["config"]
     sizes = {
         num_val_sequences(n, run.val_loader) for n in (run.config.eval_tokens, saved["eval_tokens"])

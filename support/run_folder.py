@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from support.ending import UserError
-from support.files import FolderLock, sync
+from support.files import FolderLock, read_small, sync
 
 LOG, SUMMARY, PICTURE, SUMS = "log.jsonl", "summary.json", "loss.png", "SHA256SUMS"
 
@@ -88,6 +88,6 @@ def check_disk_space(out_dir: Path, num_params: int, keep: int):
 def read_summary(out_dir: Path) -> dict:
     """Return the contents of summary.json, or {} if it can't be read."""
     try:
-        return dict(json.loads((out_dir / SUMMARY).read_bytes()))
+        return dict(json.loads(read_small(out_dir / SUMMARY)))
     except (OSError, ValueError, TypeError):
         return {}

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from support.ending import DISK_ERRNOS, UserError
+from support.files import read_small
 
 END_OF_TEXT = "<|endoftext|>"  # both tokenizers' last id; it precedes each document
 OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -107,7 +108,7 @@ def missing_vocab() -> list[Path]:
 def load_gpt2(folder: Path):
     """Load GPT-2's tokenizer from a folder, such as a checkpoint, if it holds OpenAI's files."""
     with suppress(OSError):  # the files are not there
-        files = {name: (folder / name).read_bytes() for name in SHA256}
+        files = {name: read_small(folder / name) for name in SHA256}
         if {name: hashlib.sha256(files[name]).hexdigest() for name in files} == SHA256:
             TOKENIZERS.setdefault("gpt2", Gpt2Tokenizer(files))
 

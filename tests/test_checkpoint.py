@@ -316,6 +316,43 @@ def test_what_another_version_wrote_is_said_to_be_that(two_steps, tmp_path, what
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
 
 
+EDITED = {
+    "no step": ("state.json", lambda state: state.pop("step")),
+    "another step": ("state.json", lambda state: state.update(step=3)),
+    "a negative position": ("state.json", lambda state: state.update(position=-1)),
+    "a text as a number": ("state.json", lambda state: state["config"].update(steps="2")),
+    "a number as a text": ("state.json", lambda state: state["config"].update(data_dir=2)),
+    "a list of losses": ("state.json", lambda state: state.update(val_losses=[1.5])),
+    "no loss": ("state.json", lambda state: state.update(losses={"1": None})),
+    "no environment": ("state.json", lambda state: state.update(environment={})),
+}
+
+
+@pytest.mark.parametrize("what", EDITED)
+def test_what_somebody_has_edited_is_refused_though_its_digest_fits(two_steps, tmp_path, what):
+    path = checkpoints(tmp_path / "run")[0]
+    rewrite(path, *EDITED[what])
+    code, _, err = train(two_steps, tmp_path)
+    assert code == 2 and err.count("\n") == 1 and str(path) in err
+
+
+@NEEDS_POSIX
+@pytest.mark.parametrize(
+    "name", ["another", "../another", "merges.txt", "state.json", "SHA256SUMS"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
+def test_no_pipe_or_device_in_a_checkpoint_is_read(two_steps, tmp_path, name, kind):
+    """It would wait forever, or fill the memory."""
+    file = checkpoints(tmp_path / "run")[0] / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file) if kind == "pipe" else file.symlink_to(kind)
+    if "another" in name:
+        with open(checkpoints(tmp_path / "run")[0] / "SHA256SUMS", "a") as sums:
+            sums.write(f"{'0' * 64}  {name}\n")
+    code, _, err = train(two_steps, tmp_path)
+    assert code == 7 and "is damaged" in err
+
+
 def test_a_field_that_a_checkpoint_lacks_has_its_default(two_steps, tmp_path):
     """As if pad_vocab and --shuffle had been added after it was saved, and --old removed."""
 

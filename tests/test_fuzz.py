@@ -7,7 +7,9 @@ import copy
 import json
 import os
 import re
+import shutil
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from test_pretrained import SMALLEST, hf_folder, nanogpt_checkpoint
 import sample
 import train_gpt2
 from config import TrainConfig, read_flags, resolve
+from support import checkpoint
 from support.cli import spell
 from support.ending import UserError
 from support.pretrained import hf_config
@@ -115,6 +118,27 @@ def test_any_field_of_nanogpts_checkpoint_may_hold_anything(tmp_path, capsys):
         except Exception:
             reject()
         check_main(argv, capsys, program=sample)
+
+    check()
+
+
+def test_any_field_of_a_state_json_may_hold_anything(whole, tmp_path, monkeypatch, capsys):
+    """Where its digest fits. A resume that takes it is not made: the run is complete."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(whole[1], "run")
+    path = Path("run/step_000012")
+    plain = json.loads((path / "state.json").read_bytes())
+
+    @each_case
+    @given(st.sampled_from(places(plain)), CHANGES, ANYTHING)
+    def check(place, change, new):
+        try:
+            (path / "state.json").write_text(json.dumps(changed(plain, place, change, new)))
+        except (UnicodeEncodeError, ValueError):
+            reject()
+        monkeypatch.setattr(checkpoint, "verify", lambda _: None)
+        check_main(["--out-dir", "run", "--resume", "--steps", "12"], capsys)
+        check_main(["--out-dir", "run", "--eval-only"], capsys)
 
     check()
 

@@ -23,6 +23,7 @@ import sample as sample_program
 import train_gpt2
 from model import GPT, SHAPES, GPTConfig
 from support.checkpoint import save
+from support.files import FolderLock
 from support.pretrained import hf_config, hf_weights, load_weights, read_weights
 from support.tokenizer import load_tokenizer
 
@@ -89,7 +90,7 @@ def test_each_checkpoint_of_a_run_is_the_same_network_in_transformers(whole, dat
 def test_a_checkpoint_with_gpt2s_tokens_is_the_same_network_in_transformers(tmp_path):
     model = GPT(GPTConfig(seq_len=16, n_layer=2, n_head=2, n_embd=8))
     optimizer = torch.optim.AdamW(model.parameters())
-    path = save(tmp_path, model, optimizer, {"step": 12, "tokenizer": "gpt2"})
+    path = save(FolderLock(tmp_path), model, optimizer, {"step": 12, "tokenizer": "gpt2"})
     check_in_transformers(path, "gpt2")
 
 
