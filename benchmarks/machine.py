@@ -30,6 +30,8 @@ class OneLineParser(argparse.ArgumentParser):
 def exit_code(program: str, function: Callable, *args) -> int:
     """Return what function(*args) returns, or the exit code of an error that is the user's."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run that is measured, too
+    if hasattr(sys.stdout, "reconfigure"):  # some terminals and pipes can't show every name
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return function(*args) or 0
     except (OSError, ValueError, subprocess.CalledProcessError) as error:

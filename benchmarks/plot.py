@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def read_runs(folders: list[str]) -> list[Run]:
     begun = [run for run in runs if run.values["ms"]]
     if not begun:
         raise ValueError(f"{runs[0].name} has no step yet: wait for the run's first one")
+    for run in begun:
+        if not run.start:
+            raise ValueError(f"{run.name}: no record of its start can be read: leave it out")
     return begun
 
 
@@ -93,11 +97,10 @@ def read_run(folder: str) -> Run:
         why = "has no log.jsonl, nor has a folder below it: name a run's folder, such as out/001"
         raise FileNotFoundError(f"{folder} {why}")
     run = Run(folder, {}, defaultdict(dict))
-    for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # torn when the run was killed
+    records = [as_record(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    if None in records:
+        print(f"{path}: skipped {records.count(None)} damaged lines", file=sys.stderr)
+    for record in filter(None, records):
         if "flags" in record:
             run.start = record
         step = record.get("step")
@@ -109,6 +112,21 @@ def read_run(folder: str) -> Run:
             if step is not None and (value is None or isinstance(value, int | float)):
                 run.values[name][step] = value
     return run
+
+
+def as_record(line: bytes) -> dict | None:
+    """Return the record in a line of a log, or None if the line is damaged."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        record = json.loads(line)
+        step = record["step"] if "step" in record or "ms" in record else 0
+        texts, sizes = "", 0
+        if "flags" in record:  # all that we use must be there, as what it should be
+            flags = record["flags"]
+            texts = record["tokenizer"] + flags["model"] + flags["data_dir"]
+            sizes = flags["n_layer"] + flags["n_embd"] + flags["batch_tokens"]
+        if (type(record), type(step), type(texts), type(sizes)) == (dict, int, str, int):
+            return record
+    return None
 
 
 # ---- References: dicts with name, what, value, step, tokens, data, source, note, and points
@@ -242,7 +260,8 @@ def draw(runs: list[Run], references: list[dict], path: Path):
     panels[0].yaxis.set_minor_locator(NullLocator())
     panels[0].yaxis.set_major_formatter("{x:g}")
     titles = dict.fromkeys(f"{run.flags['model']} on {run.data}" for run in runs)
-    figure.suptitle(textwrap.fill("; ".join(titles), 120), fontsize=15)
+    title = textwrap.fill("; ".join(titles), 120)
+    figure.suptitle(title, fontsize=15, parse_math=False)  # a name may hold $
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
     figure.savefig(path, dpi=200)
     print(path)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -60,6 +61,46 @@ def test_the_second_time_that_a_step_was_made_counts_and_a_torn_line_does_not(tm
     assert list(run.series("val_loss")[0]) == [0]
     assert list(run.x("minutes of steps", [0, 2, 3])) == [0, 120, 240]
     assert list(run.x("tokens", steps)) == [1e6, 2e6]
+
+
+DAMAGED = ["null", "[]", '"a"', '{"step": null, "ms": 1}', '{"step": "1", "loss": 9}', '{"ms": 1}']
+DAMAGED += ['{"step": 1e999, "ms": 1}', "[" * 100_000, "\0", '{"flags": {}, "tokenizer": "gpt2"}']
+DAMAGED += [json.dumps({"flags": FLAGS | {"n_layer": "12"}, "tokenizer": "gpt2"})]
+
+
+def test_a_damaged_line_of_a_log_is_skipped_and_counted(tmp_path):
+    records = [step(1, 9.0), *DAMAGED, validated(2, 3.5)]
+    folder = write_log(tmp_path / "run", *records, data_dir="FineWeb-Edu")
+    done = run_program(folder, "--against", "reference", cwd=tmp_path)
+    assert done.returncode == 0 and "3.5000 after step 2" in done.stdout
+    assert done.stderr == f"{folder}/log.jsonl: skipped {len(DAMAGED)} damaged lines\n"
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_flipped_bit_of_a_log_is_a_traceback(count, tmp_path, monkeypatch, capsys):
+    records = [validated(0, 9.0), *(step(n, 9.0 - n) for n in range(1, 6)), validated(5, 4.0)]
+    folder = write_log(tmp_path / "run", *records)
+    whole = (tmp_path / "run/log.jsonl").read_bytes()
+    rng = random.Random(count)
+    has_matplotlib = importlib.util.find_spec("matplotlib")
+    for i in range(count):
+        damaged = bytearray(whole)
+        for bit in rng.choices(range(8 * len(whole)), k=rng.choice([1, 9])):
+            damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "run/log.jsonl").write_bytes(damaged)
+        picture = ["--out", str(tmp_path / f"{i}.png")] if i % 20 == 0 and has_matplotlib else []
+        monkeypatch.setattr(sys, "argv", ["plot.py", folder, "--against", "reference", *picture])
+        assert machine.exit_code("plot.py", plot.main) in (0, 2)
+    capsys.readouterr()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
+def test_a_name_in_another_alphabet_or_with_dollars_is_no_traceback(tmp_path):
+    """A pipe on Windows may know only Western Europe's; two dollars begin a formula."""
+    folders = [write_log(tmp_path / name, step(1, 9.0)) for name in ("書", "$\\frac$ $")]
+    env = os.environ | {"PYTHONIOENCODING": "cp1252"}
+    done = run_program(*folders, "--out", tmp_path / "ж.png", cwd=tmp_path, env=env)
+    assert done.returncode == 0 and "\\u66f8" in done.stdout and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
