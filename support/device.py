@@ -180,6 +180,16 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
+def processor(device: torch.device) -> str:
+    """Return what may choose other code for a CPU with the same name (a cloud's "Intel Xeon"): its
+    model, cache and vector instructions. Return "" for a GPU or without Linux."""
+    if device.type == "cuda":
+        return ""
+    model = re.findall(r"(?m)^(?:cpu family|model|cache size)\s*: (.+)", cpuinfo())
+    words = re.findall(r"\b(?:avx|amx|fma|f16c|sve|asimd|i8mm|bf16)\w*", cpuinfo())
+    return " ".join(sorted({*words, "-".join(dict.fromkeys(model)).replace(" ", "")}))
+
+
 def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dict:
     """Return everything, apart from the flags, that affects a run's results and speed."""
     return {
@@ -190,6 +200,7 @@ def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dic
         "platform": platform.platform(),
         "device": device.type,
         "device_name": device_name(device),
+        "processor": processor(device),
         "threads": torch.get_num_threads(),
         "ranks": num_ranks,
         "matmul_tflops": matmul_tflops(device, dtype),

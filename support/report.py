@@ -84,10 +84,13 @@ def changes_since(state: dict, run: Run) -> list[str]:
             saved, current = state["micro_batch_size"], run.loader.B
         if saved != current:
             changes[f.metadata["on_resume"]].append(f"{spell(f.name)} {current} instead of {saved}")
-    for name in checkpoint.ENVIRONMENT:
-        saved, current = state["environment"][name], run.environment[name]
+    for name in (*checkpoint.ENVIRONMENT, "processor"):
+        current = str(run.environment[name]).split()
+        saved = str(state["environment"].get(name, run.environment[name])).split()  # older: no key
         if saved != current:
-            changes["inexact"].append(f"{name} {current} instead of {saved}")
+            new = " ".join(word for word in current if word not in saved) or "none"
+            old = " ".join(word for word in saved if word not in current) or "none"
+            changes["inexact"].append(f"{name} {new} instead of {old}")
     lines = [f"changed: {change}" for change in changes["allow"]]
     if has_moved(state, run.world.device):
         lines.append("new device: speed-ups and micro-batch size are chosen again")

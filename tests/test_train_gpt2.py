@@ -348,6 +348,31 @@ def test_a_run_killed_after_any_step_goes_on_bit_for_bit(whole, data_dir, tmp_pa
     assert digest(tmp_path / "run") == digest(whole[ranks])
 
 
+def other_cpuinfo(text: str, rank: int):
+    """Injection: the processor has the same name, but is not the same."""
+    Path("cpuinfo").write_text(text)
+    train_gpt2.device.CPUINFO = Path("cpuinfo")
+
+
+CPU = "model name : Intel Xeon\ncpu family : 6\nmodel : 85\ncache size : 1024 KB\nflags : fma avx2"
+OTHER_CPUS = {
+    "amx_tile instead of none": CPU + " amx_tile",
+    "none instead of fma": CPU.replace("fma ", ""),
+    "6-143-1024KB instead of 6-85-1024KB": CPU.replace("85", "143"),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_CPUS)
+def test_a_resume_names_a_processor_with_the_same_name_and_other_instructions(
+    change, data_dir, tmp_path
+):
+    line = flags(data_dir=data_dir, out_dir="run", steps=3)
+    assert train(line, tmp_path, inject=partial(other_cpuinfo, CPU))[0] == 0
+    line = [*flags(data_dir=data_dir, out_dir="run", steps=4), "--resume"]
+    code, out, err = train(line, tmp_path, inject=partial(other_cpuinfo, OTHER_CPUS[change]))
+    assert code == 0 and f"not bit for bit because of processor {change}\n" in out, err
+
+
 def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", save_every=3)
     assert train(line, tmp_path, 2, kill_after=7)[0] == KILLED
