@@ -212,13 +212,19 @@ BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^
 def pieces(stream: BinaryIO) -> Iterator[bytes]:
     """Yield a document in pieces of about PIECE bytes, so that a long one takes little memory. No
     token spans a cut, so the pieces have the same tokens as the whole document."""
+    parts: list[bytes] = []  # of the piece, before `text`
+    size = 0  # of parts
     text = block = stream.read(PIECE)
     while block:
         block = stream.read(PIECE)
         text += block
-        cut = BOUNDARY.search(text, max(PIECE, len(text) - len(block) - 1))
+        cut = BOUNDARY.search(text, max(PIECE - size, len(text) - len(block) - 1))
+        at = cut.start() if cut else max(0, len(text) - 2)  # BOUNDARY looks at two bytes
+        parts.append(text[:at])
+        size += at
+        text = text[at:]
         if cut:
-            yield text[: cut.start()]
-            text = text[cut.start() :]
-    if text:
-        yield text
+            yield b"".join(parts)
+            parts, size = [], 0
+    if parts or text:
+        yield b"".join(parts) + text
