@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import random
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ from dataloader import (
     shard_header,
 )
 from support import ending
-from support.cli import flag, parse, spell
+from support.cli import flag, parse, quoted, spell
 from support.ending import DISK_ERRNOS, DiskError, UserError, print_error
 from support.files import LOCK, FolderLock, rename, sync, whole_file
 from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
@@ -77,7 +76,7 @@ class PrepareConfig:
 def parse_args(argv: list[str]) -> PrepareConfig:
     """Return the flags of a command line. Raise UserError if they can't be combined."""
     if argv and not argv[0].startswith("-"):
-        raise UserError(f"did you mean --input {shlex.join(argv)}?")
+        raise UserError(f"did you mean --input {quoted(*argv)}?")
     typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
     if "shards" in typed and "download" not in typed:
         raise UserError(f"--shards {typed['shards']} needs --download: name what to fetch")
@@ -341,7 +340,7 @@ def report(folder: Path, manifest: dict, lines: list[str]):
         num_documents = sum(entry.get("documents", 1) for entry in shards)
         documents = num_documents or "the last tenth of each, since there are too few to draw one"
         show(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
-    for line in [*lines, f"ready: python train_gpt2.py --data-dir {shlex.quote(str(folder))}"]:
+    for line in [*lines, f"ready: python train_gpt2.py --data-dir {quoted(str(folder))}"]:
         show(line.replace("\n", " "))
 
 
@@ -415,7 +414,7 @@ def download_questions(config: PrepareConfig):
     with whole_file(target) as file:
         for row in rows:
             file.write(json.dumps(row).encode() + b"\n")
-    show(f"ready: python train_gpt2.py --hellaswag {shlex.quote(str(target))}")
+    show(f"ready: python train_gpt2.py --hellaswag {quoted(str(target))}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -57,7 +57,7 @@ def read_flags(argv: list[str]) -> dict:
     prompt = typed.get("prompt", "")
     if prompt.startswith("FILE:"):
         try:
-            typed["prompt"] = Path(prompt[5:]).read_bytes().decode()
+            typed["prompt"] = Path(prompt[5:]).read_bytes().decode("utf-8-sig")
         except (OSError, ValueError) as error:
             raise UserError(f"--prompt {prompt} can't be read: {error}") from error
     return typed
@@ -66,13 +66,14 @@ def read_flags(argv: list[str]) -> dict:
 def read_prompts() -> Iterator[str]:
     """Yield each line of stdin, or an empty prompt if stdin is not a terminal and has no lines."""
     if log.is_terminal(sys.stdin):
-        ending.print_error("type the beginning of a text, or Ctrl-D to end")
+        end = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
+        ending.print_error(f"type the beginning of a text, or {end} to end")
         while True:
             ending.watchdog.stop()  # waiting for the user is not a hang
             try:
                 yield input("prompt> ")
             except EOFError:
-                log.show("")  # Ctrl-D leaves the cursor after "prompt> "
+                log.show("")  # it leaves the cursor after "prompt> "
                 return
     # Read only regular files and pipes, not a notebook's: other reads may block forever.
     kind = stat.S_IFMT(os.fstat(0).st_mode) if sys.stdin else 0
@@ -82,7 +83,8 @@ def read_prompts() -> Iterator[str]:
     line = ""
     if kind in (stat.S_IFIFO, stat.S_IFREG):
         ending.print_error("no --prompt: reading prompts from stdin, one per line")
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+        # Windows puts a byte-order mark in front of UTF-8.
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")  # type: ignore
         for line in sys.stdin:
             yield line.removesuffix("\n")
             ending.watchdog.stop()

@@ -17,7 +17,6 @@ For Linux and macOS. Results are written to benchmarks/results/peers-*.json afte
 import json
 import os
 import re
-import resource
 import runpy
 import shutil
 import signal
@@ -135,6 +134,7 @@ def lay_out(args: Namespace, clones: dict[str, Path], work: Path):
 
 def run_script(script: str, *flags: str):
     """Run a script in this process; at SIGUSR2 print its peak memory in MiB and end at once."""
+    import resource  # not at the top, because Windows lacks it
 
     def end(*_):
         unit = 1 if sys.platform == "darwin" else 1024  # bytes

@@ -2,8 +2,10 @@
 
 import argparse
 import difflib
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import field, fields
@@ -39,11 +41,16 @@ def spell(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def quoted(*words: str) -> str:
+    """Return words as the user types them: cmd.exe would pass on the '...' of other shells."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
 def typed_as(name: str, value) -> str:
     """Return a flag with its value as the user types it: --no-compile, --steps 50."""
     if isinstance(value, bool):
         return spell(name) if value else f"--no-{spell(name)[2:]}"
-    return f"{spell(name)} {shlex.quote(str(value))}"
+    return f"{spell(name)} {quoted(str(value))}"
 
 
 def check_limits(kind: type, values: dict):

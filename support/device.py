@@ -91,6 +91,10 @@ def set_environment():
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Computing tanh from exp makes a compiled step of nano on a CPU 8% faster; its error is 2e-7.
     os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
+    if sys.platform == "win32":
+        # Windows must not sleep before this process ends, and its torch lacks libuv.
+        ctypes.windll.kernel32.SetThreadExecutionState(0x80000001)  # CONTINUOUS, SYSTEM_REQUIRED
+        os.environ.setdefault("USE_LIBUV", "0")
     if hasattr(sys.stdout, "reconfigure"):  # some terminals can't show every character
         sys.stdout.reconfigure(errors="replace")
 

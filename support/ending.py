@@ -37,7 +37,8 @@ TIMEOUT_S = 900  # a process that makes no progress for this long counts as hung
 NUM_TICKS = 10  # the watchdog looks this often in TIMEOUT_S
 WAITING = {"bdb", "pydevd", "support.log", "tqdm.std"}  # modules that may wait for a person
 SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does so again
-SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")]
+NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Windows closes a console
+SIGNALS = [number for number in signal.Signals if number.name in NAMES]
 
 Item = TypeVar("Item")
 

@@ -1,5 +1,6 @@
 """A run's output, which is never read back: log.jsonl, terminal, Weights & Biases and loss.png."""
 
+import ctypes
 import hashlib
 import json
 import math
@@ -18,6 +19,9 @@ from tqdm import tqdm
 from support.ending import UserError, printable
 from support.files import whole_file
 from support.run_folder import LOG
+
+if sys.platform == "win32":
+    import msvcrt
 
 
 class Log:
@@ -75,7 +79,12 @@ def show(text: str, end: str = "\n"):
 
 def is_terminal(stream: TextIO | None) -> bool:
     """Return whether stream is a terminal. A notebook cell looks like one, but is not."""
-    return stream is not None and stream.isatty() and not in_notebook()
+    if stream is None or not stream.isatty() or in_notebook():
+        return False
+    if sys.platform == "win32":  # there, NUL calls itself a terminal
+        handle = msvcrt.get_osfhandle(stream.fileno())
+        return ctypes.windll.kernel32.GetConsoleMode(handle, ctypes.byref(ctypes.c_uint32())) != 0
+    return True
 
 
 def in_notebook() -> bool:

@@ -1,6 +1,5 @@
 """A run: its parts, which of them a checkpoint keeps, and how to save, restore and end a run."""
 
-import shlex
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from config import TrainConfig
 from dataloader import ShardLoader, TokenFolder
 from model import GPT
 from support import checkpoint, log
+from support.cli import quoted
 from support.ending import STOPPED, Phase, signals, watchdog
 from support.evaluate import Question, num_val_sequences
 from support.files import FolderLock, whole_file
@@ -136,7 +136,7 @@ def stop(run: Run) -> int:
     program = "python" if run.world.size == 1 else "torchrun (as before)"
     draw(run)
     run.log.record(stopped=run.step)  # the last record; a job script looks for it
-    command = f"{program} train_gpt2.py --resume --out-dir {shlex.quote(str(run.out_dir))}"
+    command = f"{program} train_gpt2.py --resume --out-dir {quoted(str(run.out_dir))}"
     run.log.print(f"stopped after step {run.step}, which is saved; to continue: {command}")
     return STOPPED
 
@@ -155,16 +155,16 @@ def complete(run: Run):
     best_path = checkpoint.best_of(checkpoints(run.out_dir), run.val_losses)
     summary = {"steps": run.step, "checkpoint": path.name}
     text = f"done: {run.step:,} steps"
-    sample = f"sample: python sample.py {shlex.quote(str(run.out_dir))}"
+    sample = f"sample: python sample.py {quoted(str(run.out_dir))}"
     if best_path:
         best = step_of(best_path)
         last_loss, best_loss = run.val_losses[max(run.val_losses)], run.val_losses[best]
         summary |= {"val_loss": last_loss, "best_step": best, "best_val_loss": best_loss}
         text += f", validation {last_loss:.4f}, best {best_loss:.4f} after step {best:,}"
         if best != run.step:
-            sample += f"\nbest checkpoint: python sample.py {shlex.quote(str(best_path))}"
+            sample += f"\nbest checkpoint: python sample.py {quoted(str(best_path))}"
     with whole_file(run.out_dir / SUMMARY) as f:
         f.write(as_json(summary))
     run.log.record(done=run.step)
-    curves = f"curves: python benchmarks/plot.py {shlex.quote(str(run.out_dir))}"
+    curves = f"curves: python benchmarks/plot.py {quoted(str(run.out_dir))}"
     run.log.print(f"{text}; saved in {path}\n{sample}\n{curves}")

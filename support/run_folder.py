@@ -79,7 +79,10 @@ def check_disk_space(out_dir: Path, num_params: int, keep: int):
     num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
     num_bytes = num_more * 12 * num_params  # weights and two moments in float32
     parents = [out_dir.absolute(), *out_dir.absolute().parents]
-    free = shutil.disk_usage(next(path for path in parents if os.path.exists(path))).free
+    existing = next(filter(os.path.exists, parents), None)
+    if existing is None:
+        raise UserError(f"--out-dir {out_dir}: there is no drive {out_dir.anchor}")
+    free = shutil.disk_usage(existing).free
     if free < num_bytes:
         room = f"{num_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB is free"
         raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: use another disk")

@@ -3,6 +3,8 @@ override each other, and mistakes."""
 
 import os
 import re
+import shlex
+import subprocess
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import config as config_module
 import train_gpt2
 from config import SYNONYMS, TrainConfig, resolve
 from model import SHAPES, ComputeConfig, GPTConfig
-from support import device
+from support import cli, device
 from support.cli import spell
 from support.ending import UserError
 
@@ -261,3 +263,13 @@ def test_no_value_of_a_flag_is_a_traceback(name, tmp_path, monkeypatch, capsys):
             refused(line, capsys)
     for line in taken[::8]:
         refused(line, capsys)
+
+
+@pytest.mark.parametrize("words", [["out/my run"], ["it's", "$HOME"], ["plain"]], ids=str)
+def test_what_is_printed_can_be_pasted_into_the_shell_of_the_system(words, monkeypatch):
+    """cmd.exe passes on single quotes, so that a pasted --resume began a new run."""
+    assert shlex.split(cli.quoted(*words)) == words
+    monkeypatch.setattr(cli.os, "name", "nt")
+    windows = cli.quoted(*words)
+    monkeypatch.undo()
+    assert windows == subprocess.list2cmdline(words) and not windows.startswith("'")

@@ -13,7 +13,8 @@ from support import ending, log
 from support.ending import Phase
 
 
-def test_a_terminal_obeys_no_text(capsys):
+def test_a_terminal_obeys_no_text(capsys, monkeypatch):
+    monkeypatch.setattr(ending, "program", "train_gpt2.py")  # other tests run other programs
     log.show("\x1b[31mred\x9b2J\r\n\tünï\x07\x7f\0")
     assert capsys.readouterr().out == "\\x1b[31mred\\x9b2J\\r\n\tünï\\x07\\x7f\\x00\n"
     ending.print_error("a\nb \x1b[2J\u202e\ud800; cure")

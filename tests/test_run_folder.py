@@ -13,7 +13,7 @@ from filelock import FileLock
 import train_gpt2
 from support.ending import UserError
 from support.files import FolderLock
-from support.run_folder import choose_out_dir, take_folder
+from support.run_folder import check_disk_space, choose_out_dir, take_folder
 
 
 def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
@@ -77,6 +77,14 @@ def test_a_log_that_is_elsewhere_is_refused(kind, resume, data_dir, tmp_path, mo
     assert re.fullmatch("train_gpt2.py: error: run.log.jsonl is .*\n", capsys.readouterr().err)
     assert sorted(os.listdir()) == ["mine", "run"] and os.listdir("run") == ["log.jsonl"]
     assert Path("mine").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", ["run", "a/b/run"])
+def test_a_drive_that_is_not_there_is_one_line(name, monkeypatch):
+    """As Q:\\run on Windows."""
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    with pytest.raises(UserError, match=f"--out-dir {name}: there is no drive"):
+        check_disk_space(Path(name), 1, 1)
 
 
 NO_LOCKS = [NotImplementedError("no flock"), OSError(errno.ENOLCK, "no locks")]

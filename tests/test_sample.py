@@ -55,6 +55,17 @@ def test_nanogpts_start_is_understood_and_reads_files(whole, tmp_path, capsys):
     assert sampled(capsys, str(whole[1]), f"--prompt=FILE:{tmp_path}/prompt.txt") == expected
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(whole, tmp_path, capsys):
+    """Windows puts one in front of UTF-8, in a file as well as in a pipe."""
+    expected = sampled(capsys, str(whole[1]), "--prompt=ab c")
+    (tmp_path / "prompt.txt").write_bytes("ab c".encode("utf-8-sig"))
+    assert sampled(capsys, str(whole[1]), f"--prompt=FILE:{tmp_path}/prompt.txt") == expected
+    prompts = "ab c\nab c\n".encode("utf-8-sig")
+    command = [sys.executable, sample.__file__, str(whole[1])]
+    out = subprocess.run(command, input=prompts, capture_output=True).stdout.decode()
+    assert out.splitlines() == [*expected.splitlines(), "---", *expected.splitlines()]
+
+
 MISTAKES = {
     "nowhere/run --prompt=a": "nowhere/run: no such file, folder or model",
     "--prompt=FILE:nowhere.txt": "--prompt FILE:nowhere.txt can't be read",
