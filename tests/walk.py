@@ -29,7 +29,7 @@ def run(code: int, expected: str, program: str, *flags: str, stdin: bytes = b"")
     print(">", program, *flags, flush=True)
     command = [sys.executable, REPO / program, *flags]
     done = subprocess.run(command, input=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    out = done.stdout.decode(errors="replace")
+    out = done.stdout.decode(errors="replace").replace("\r\n", "\n")
     if done.returncode != code or expected not in out:
         sys.exit(f"exit code {done.returncode} instead of {code}, or no {expected!r} in:\n{out}")
     return out
