@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -252,7 +253,8 @@ def open_manifest(path: Path, config: PrepareConfig, files: list[str]) -> dict:
     manifest = saved_manifest(path, config.tokenizer)
     shards = manifest["train"]["shards"] + manifest["val"]["shards"]
     if not shards:
-        return manifest | {"input": config.input, "flags": flags, "files": digest}
+        manifest |= {"tokenizer": {"name": config.tokenizer}, "input": config.input}
+        return manifest | {"flags": flags, "files": digest}
     old = manifest.get("flags", {})
     others = [name for name in flags if old.get(name) != flags[name]]
     reasons = [f"with {spell(name)} {old.get(name)}, not {flags[name]}" for name in others]
@@ -287,45 +289,60 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
 
 
 def prepare(config: PrepareConfig):
-    """Write the shards of config.folder, and its manifest, which has another name until then."""
+    """Write the shards of config.folder, and its manifest, which is called UNFINISHED until all
+    shards are there."""
     folder = config.folder
     files = files_in(config.input) if config.input else standard_library()
-    # Leave out what this program wrote, which --input . --data-dir data would include.
-    ours = {os.path.abspath(path) for path in [*folder.glob("*.bin"), *folder.glob("*.json")]}
-    files = [file for file in files if os.path.abspath(file) not in ours]
+    # Leave out what this program wrote, which --input . would include.
+    files = [file for file in files if not is_ours(Path(file), folder)]
     has_records = any(RECORDS.search(file.lower()) for file in files)
     if config.text_field != "text" and not has_records:
         kinds = ".jsonl, .json, .csv, .tsv and .parquet"
         raise UserError(f"--text-field is for {kinds}: leave it out, or save a table as .csv")
     reader = Reader(files, config.text_field)
     lock = FolderLock(folder)
+    if not (folder / MANIFEST).exists():
+        check_no_shards(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        sync(folder.parent)
+        # Another process that prepares the default data writes the same shards, so wait for it.
+        lock.acquire(wait=not config.input)
     try:
-        if not (folder / MANIFEST).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            sync(folder.parent)
-            # Whoever else prepares the default data makes the same, so wait for them.
-            lock.acquire(wait=not config.input)
         if (folder / MANIFEST).exists():
             manifest = open_manifest(folder / MANIFEST, config, files)
             show("already complete:")
         else:
-            others = {path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".npy")}
-            if others and not (folder / UNFINISHED).exists():
-                text = f"--data-dir {folder} holds {min(others)} but no {MANIFEST}"
-                raise UserError(f"{text}: choose another")
             manifest = open_manifest(folder / UNFINISHED, config, files)
             write_shards(folder, manifest, reader, config)
             lock.check()
             rename(folder / UNFINISHED, folder / MANIFEST)
             sync(folder)
-    finally:
-        lock.release()  # Windows can't remove a folder with an open file
-        if not any(folder.glob("*.bin")):  # no shard is complete
-            with suppress(OSError):  # rmdir, if the folder holds other files
-                (folder / UNFINISHED).unlink(missing_ok=True)
-                (folder / LOCK).unlink(missing_ok=True)
+    except UserError:
+        if lock.file and not any(folder.glob("*.bin")):  # leave nothing behind
+            (folder / UNFINISHED).unlink(missing_ok=True)
+            lock.release()  # Windows can't remove an open file
+            (folder / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # the folder holds other files
                 folder.rmdir()
+        raise
+    finally:
+        lock.release()
     report(folder, manifest, notes(reader))
+
+
+def is_ours(path: Path, folder: Path) -> bool:
+    """Return whether this program writes a file with this name into folder."""
+    name = r"((train|val)_\d{6}\.bin|manifest(\.unfinished)?\.json)(\.tmp)?"
+    in_folder = os.path.abspath(path.parent) == os.path.abspath(folder)
+    return in_folder and bool(re.fullmatch(name, path.name))
+
+
+def check_no_shards(folder: Path):
+    """Raise UserError if folder holds shards of another program."""
+    others = {path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".npy")}
+    if others and not (folder / UNFINISHED).exists():
+        text = f"--data-dir {folder} holds {min(others)} but no {MANIFEST}"
+        raise UserError(f"{text}: choose another")
 
 
 def notes(reader: Reader) -> list[str]:

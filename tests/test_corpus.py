@@ -201,6 +201,11 @@ def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):
         check_data(others, 16, "unknown", 64)
 
 
+def test_ids_beyond_the_vocabulary_are_refused_at_the_start_without_a_manifest_too(tmp_path):
+    with pytest.raises(DamagedShard, match="holds token 60000, above 50256"):
+        folder_of(tmp_path / "data", [[np.arange(500)], [np.full(700, 60_000)]])
+
+
 def test_a_shard_without_a_manifest_is_opened_a_few_times(tmp_path, monkeypatch):
     """With 64 times, a folder of 10,000 took 46 s."""
     folder_of(tmp_path / "data", [[np.arange(2000)], [np.arange(2000)]])
@@ -229,7 +234,7 @@ def test_the_own_corpus_outlives_the_vocabulary(tmp_path, monkeypatch):
 def test_if_the_own_corpus_can_not_be_made_the_message_names_no_other_cure(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(corpus.subprocess, "run", lambda command: SimpleNamespace(returncode=6))
-    with pytest.raises(UserError, match="data/stdlib-bytes could not be made: mend this, or name"):
+    with pytest.raises(UserError, match="data/stdlib-bytes could not be made: fix that, or name"):
         corpus.open_data(TrainConfig(model="nano", warmup_steps=0), None)
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -300,6 +301,52 @@ def test_a_folder_with_other_files_is_used_and_they_stay(tmp_path):
         assert prepare(texts, "--input", texts) == 0
         assert content(texts).items() >= mine.items()
         assert open_folder(texts).fingerprint == open_folder(tmp_path / "empty").fingerprint
+
+
+def test_who_is_refused_leaves_the_files_of_who_is_at_work(tmp_path, capsys):
+    texts, folder = write_texts(tmp_path / "texts"), tmp_path / "data"
+    folder.mkdir()
+    (folder / UNFINISHED).write_text("of the other")
+    is_held, is_refused = Event(), Event()
+
+    def work():
+        with FileLock(folder / ".lock"):
+            is_held.set()
+            is_refused.wait(60)
+
+    other = Thread(target=work)
+    other.start()
+    is_held.wait()
+    assert prepare(folder, "--input", texts) == 2
+    assert f"another process is writing to {folder}" in error_of(capsys)
+    assert (folder / UNFINISHED).read_text() == "of the other" and (folder / ".lock").exists()
+    is_refused.set()
+    other.join()
+
+
+def test_what_was_killed_before_its_first_shard_may_go_on_with_other_flags(tmp_path, monkeypatch):
+    texts = write_texts(tmp_path / "texts")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(prepare_data, "write_shards", writes_no_shard)
+        prepare(tmp_path / "data", "--input", texts, "--tokenizer", "gpt2")
+    assert prepare(tmp_path / "data", "--input", texts) == 0
+    assert open_folder(tmp_path / "data").tokenizer == "bytes"
+
+
+def writes_no_shard(folder, manifest, *_):
+    prepare_data.write_manifest(folder / UNFINISHED, manifest)
+    raise Killed
+
+
+def test_in_the_folder_of_the_input_only_our_own_names_are_no_input(tmp_path, capsys):
+    """Also what a write leaves that was killed, which once was other text at the next start."""
+    texts = write_texts(tmp_path / "texts")
+    jsonl(texts / "a.json", {"text": "a document of the user"})
+    assert prepare(tmp_path / "whole", "--input", texts) == 0
+    (texts / "train_000000.bin.tmp").write_text("half a shard")
+    (texts / f"{UNFINISHED}.tmp").write_text("half a manifest")
+    assert prepare(texts, "--input", texts) == 0
+    assert stream(texts, "train") == stream(tmp_path / "whole", "train")
 
 
 @pytest.mark.parametrize("name", ["train.bin", "fineweb_val_000000.bin", "tokens.npy"])
