@@ -211,6 +211,7 @@ def train(run: Run) -> int:
     config = run.config
     if run.step == 0 and config.init_from:
         save(run)  # so that a short run can convert other formats
+    vote_to_stop(run)  # a signal may have come since the checkpoint was loaded
     # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
     # repeats an evaluation that is due, because the previous process may have died during it.
     evaluate_if_due(run)
@@ -227,7 +228,7 @@ def train(run: Run) -> int:
             save(run)
         evaluate_if_due(run)
     if run.must_stop and signals.phase is Phase.STARTING:
-        raise KeyboardInterrupt  # Python dropped this process's own, or only another rank's counted
+        raise KeyboardInterrupt  # Python has dropped the first one, or only another rank got one
     if run.must_stop:
         return stop(run)
     finish(run)
@@ -315,7 +316,7 @@ def evaluate_if_due(run: Run):
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
     draw(run)
-    vote_to_stop(run)  # here and not in a step, because the main rank may draw for long
+    vote_to_stop(run)  # here and not in a step, because the main rank may draw for a long time
 
 
 # ---- Starting: the main rank decides, then all ranks act -----------------------------------------
@@ -498,6 +499,8 @@ def evaluate_only(typed: dict, world: World) -> int:
     set_backends(plan.config, world)
     model = make_model(plan, world).to(world.device)
     text = evaluate.evaluate_weights(model, plan.data, plan.questions, plan.config, world)
+    if any(world.gather(signals.received)):
+        raise KeyboardInterrupt  # Python has dropped the first one, so the evaluation was cut short
     if world.is_main:
         log.show(f"{plan.start}: {text}")
     return ending.DONE

@@ -2,8 +2,9 @@
 
 Exit codes: 0 done, or already complete; 1 a bug or a hang, with a traceback; 2 the user's mistake;
 3 stopped by a signal, everything saved; 4 a loss or gradient that is not finite (no update was
-made), or ranks with different weights (nothing was saved); 6 the disk failed or is full; 7 every
-checkpoint is damaged; 130 stopped by a signal before anything was saved, or by a second signal.
+made), or ranks with different weights (nothing was saved); 6 the disk failed or is full, or the
+run's folder was moved; 7 every checkpoint is damaged; 130 stopped by a signal before anything was
+saved, or by a second signal.
 
 train_gpt2.py imports this module before torch, so it may import only the standard library.
 """
@@ -37,7 +38,7 @@ TIMEOUT_S = 900  # a process that makes no progress for this long counts as hung
 NUM_TICKS = 10  # the watchdog looks this often in TIMEOUT_S
 WAITING = {"bdb", "pydevd", "support.log", "tqdm.std"}  # modules that may wait for a person
 SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does so again
-NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Windows closes a console
+NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Ctrl-Break
 SIGNALS = [number for number in signal.Signals if number.name in NAMES]
 
 Item = TypeVar("Item")
@@ -99,7 +100,7 @@ class Phase(Enum):
     """The phase of a run, which decides what a signal does."""
 
     STARTING = auto()  # nothing is saved yet: stop at once
-    SAVED = auto()  # every step is saved, as in an evaluation: cut it short, stop
+    SAVED = auto()  # every step is saved, as in an evaluation: cut the evaluation short, then stop
     UNSAVED = auto()  # some steps are unsaved: finish the step, save, stop
     LEAVING = auto()  # everything is saved, and the process is ending: ignore the signal
 
@@ -126,6 +127,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_):
+        self.received_at = math.inf
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
@@ -240,7 +242,8 @@ def open_standard_streams():
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            # open takes the lowest free number; child processes need it, too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def guard_imports():

@@ -60,10 +60,6 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def barrier(self):
-        """Wait for all ranks."""
-        self.gather(None)
-
     def call_on_main(self, function: Callable[..., Result], *args) -> Result:
         """Call function(*args) on the main rank, and return its result on every rank. If the
         call raises an error, every rank ends, and the main rank prints the reason."""
@@ -80,7 +76,7 @@ class World:
             result = function(*args)
         except Exception as raised:  # raised below, after all ranks know of it
             error = raised
-        codes = self.gather((getattr(error, "exit_code", 1), str(error)) if error else (0, ""))
+        codes = self.gather((exit_code_of(error) or 1, str(error)) if error else (0, ""))
         for rank, (code, text) in enumerate(codes):
             if code and rank == self.rank and error:
                 raise error
@@ -176,18 +172,20 @@ def connect(backend: str) -> dist.Store:
 
 
 def share_reason(error: BaseException, store: dist.Store):
-    """Tell the other ranks why this rank ends alone. If it ends because it lost the connection to
-    a rank that has told its reason, end for that reason."""
-    code = exit_code_of(error)
+    """Tell the other ranks why this one ends. If another rank was first, end for its reason: it may
+    be why this one lost its connection, or was sent a signal by torchrun."""
+    own = first = [exit_code_of(error), str(error)]
     with suppress(dist.DistError):  # the rank that serves the store is gone
-        if code is not None:
-            store.set("reason", json.dumps([code, str(error)]))
+        if own[0] is not None:
+            first = json.loads(store.compare_set("reason", "", json.dumps(own)))
         elif isinstance(error, RuntimeError) and store.check(["reason"]):
-            code, text = json.loads(store.get("reason"))
-            if code == INTERRUPTED:
-                raise KeyboardInterrupt from error
-            tell_torchrun(f"error: {text}")
-            sys.exit(code)
+            first = json.loads(store.get("reason"))
+    if first == own:
+        return  # and the caller raises error
+    if first[0] == INTERRUPTED:
+        raise KeyboardInterrupt from error
+    tell_torchrun(f"error: {first[1]}")
+    sys.exit(first[0])
 
 
 def gradient_sync(net: nn.Module, enabled: bool) -> AbstractContextManager:
