@@ -99,7 +99,7 @@ def read_run(folder: str) -> Run:
     run = Run(folder, {}, defaultdict(dict))
     records = [as_record(line) for line in path.read_bytes().split(b"\n")[:-1]]
     if None in records:
-        print(f"{path}: skipped {records.count(None)} damaged lines", file=sys.stderr)
+        print(f"{path}: damaged lines, skipped: {records.count(None)}", file=sys.stderr)
     for record in filter(None, records):
         if "flags" in record:
             run.start = record

@@ -100,7 +100,10 @@ def remove(path: Path):
     doomed = path.with_name(f"{path.name}.removed.tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    try:
+        shutil.rmtree(doomed)
+    except OSError as error:  # another program may have a file in it open
+        print_error(f"{doomed} can't be removed: {error}")
 
 
 def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
@@ -112,14 +115,14 @@ def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
         if path not in good[:keep] and path != best:
             try:
                 remove(path)
-            except OSError as error:  # another program may have a file in it open
+            except OSError as error:  # the same, on Windows; the next save tries again
                 print_error(f"{path} can't be removed: {error}")
 
 
 def best_of(paths: list[Path], val_losses: dict[int, float]) -> Path | None:
     """Return the checkpoint with the best validation loss, or None if none was validated."""
     validated = [path for path in paths if step_of(path) in val_losses]
-    return min(sorted(validated), key=lambda path: val_losses[step_of(path)], default=None)
+    return min(validated, key=lambda p: (val_losses[step_of(p)], step_of(p)), default=None)
 
 
 def newest(out_dir: Path) -> Path | None:
@@ -162,7 +165,7 @@ def verify(path: Path):
 
 def read_state(path: Path) -> dict:
     """Return the state.json of a verified checkpoint. Raise UserError for an unknown format, or if
-    somebody has edited it and its digest, so that a value can't be one that we wrote."""
+    it holds a value that we can't have written (somebody edited it and its digest)."""
     file = path / "state.json"
     try:
         state = json.loads(read_small(file))
@@ -176,17 +179,20 @@ def read_state(path: Path) -> dict:
         for name in ("losses", "val_losses"):  # JSON turned the steps, which are keys, into strings
             state[name] = {int(step): float(loss) for step, loss in state[name].items()}
         return state
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # it may hold anything
         raise UserError(f"{file} is not what a run saves: {error!r:.99}") from error
 
 
 def check_state(state: dict, step: int):
-    defaults = {f.name: f.default for f in fields(TrainConfig)}
-    kinds = {name: type(default) for name, default in defaults.items()} | STATE
-    values = defaults | state["config"] | state
-    for name, kind in kinds.items():
-        if not isinstance(values[name], (int, float) if kind is float else kind):
-            raise TypeError(f"{name} is {values[name]!s:.20}")
+    for f in fields(TrainConfig):
+        value = state["config"].get(f.name, f.default)
+        if not isinstance(value, (int, float) if isinstance(f.default, float) else type(f.default)):
+            raise TypeError(f"{f.name} is {value!s:.20}")
+    for name, kind in STATE.items():
+        if not isinstance(state[name], kind):
+            raise TypeError(f"{name} is {state[name]!s:.20}")
     for name in ENVIRONMENT:
         state["environment"][name]  # raises if it is missing
     if state["step"] != step or state["position"] < 0 or state["micro_batch_size"] < 1:

@@ -185,8 +185,8 @@ def device_name(device: torch.device) -> str:
 
 
 def processor(device: torch.device) -> str:
-    """Return what may choose other code for a CPU with the same name (a cloud's "Intel Xeon"): its
-    model, cache and vector instructions. Return "" for a GPU or without Linux."""
+    """Return what may make torch choose other code on a CPU of the same name (a cloud's "Intel
+    Xeon"): its model, cache and vector instructions. Return "" for a GPU or without Linux."""
     if device.type == "cuda":
         return ""
     model = re.findall(r"(?m)^(?:cpu family|model|cache size)\s*: (.+)", cpuinfo())

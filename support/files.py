@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, strangers' files, and folders of one process."""
+"""Whole files, files from strangers, and folders that only one process may write to."""
 
 import errno
 import io
@@ -97,10 +97,10 @@ class FolderLock:
         self.lock.release()
 
     def check(self):
-        """Raise DiskError if the folder is not the locked one any more. The open lock file keeps
+        """Raise DiskError if the folder is no longer the locked one. The open lock file keeps
         its inode number, even on file systems whose other inode numbers change."""
         with suppress(OSError):
             if self.file is None or os.path.samestat(self.file, os.stat(self.lock.lock_file)):
                 return
         text = f"{self.folder} is gone, or another folder has its name"
-        raise DiskError(f"{text}: was it moved, or its disk unmounted?")
+        raise DiskError(f"{text}: was it moved, its disk unmounted, or its {LOCK} removed?")

@@ -92,6 +92,8 @@ def changes_since(state: dict, run: Run) -> list[str]:
             old = " ".join(word for word in saved if word not in current) or "none"
             changes["inexact"].append(f"{name} {new} instead of {old}")
     lines = [f"changed: {change}" for change in changes["allow"]]
+    if state["val_losses"] and not run.val_losses:
+        lines.append("the best checkpoint is chosen anew: validations so far used other tokens")
     if has_moved(state, run.world.device):
         lines.append("new device: speed-ups and micro-batch size are chosen again")
     if changes["inexact"]:

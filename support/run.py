@@ -42,7 +42,7 @@ class Run:
     step: int = 0  # steps done
     first_step: int = 0  # the step at which this process started
     saved_step: int = -1  # the step of the newest checkpoint
-    was_complete: bool = False  # whether this process began with the last step of a shorter run
+    was_complete: bool = False  # whether this process began at the saved run's last step
     must_stop: bool = False  # whether any rank got a stop signal; the same on every rank
     has_read_back: bool = False  # whether this process has read back its first checkpoint
     losses: dict[int, float] = field(default_factory=dict)  # by step, for loss.png
@@ -74,14 +74,12 @@ def restore(run: Run, path: Path, state: dict):
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
     run.losses, run.val_losses = state["losses"], state["val_losses"]
-    saved = state["config"]
-    sizes = {
-        num_val_sequences(n, run.val_loader) for n in (run.config.eval_tokens, saved["eval_tokens"])
-    }
-    if len(sizes) > 1:
+    saved, eval_tokens = state["config"], run.config.eval_tokens
+    sizes = [eval_tokens, saved.get("eval_tokens", eval_tokens)]
+    if eval_tokens and len({num_val_sequences(size, run.val_loader) for size in sizes}) > 1:
         run.val_losses = {}  # losses on other tokens can't be compared
     # Runs save before they validate, so the validation after the old last step is in no checkpoint.
-    run.was_complete = run.step == saved["steps"]
+    run.was_complete = run.step == saved.get("steps")
     signals.phase = Phase.SAVED
 
 

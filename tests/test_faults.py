@@ -326,7 +326,15 @@ def test_losses_on_other_tokens_do_not_compete_for_the_best(trial):
     assert code == 0 and first < min(by_step.values()), err
     best = min(by_step, key=by_step.get)
     assert f"best {by_step[best]:.4f} after step {best}; saved" in out
-    assert best in trial.saved()
+    assert best in trial.saved() and "the best checkpoint is chosen anew" in out
+
+
+def test_a_resume_without_validation_keeps_the_best_checkpoint(trial):
+    changes = {"save_every": 1, "eval_every": 3}
+    assert trial.train(steps=5, **changes)[0] == 0
+    assert trial.train(steps=8, learning_rate=5, **changes)[0] == 0
+    assert trial.train(steps=12, eval_tokens=0, **changes)[0] == 0
+    assert trial.saved() == [12, 11, 5]
 
 
 def test_the_best_checkpoint_that_is_named_exists(trial):

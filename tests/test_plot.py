@@ -73,7 +73,7 @@ def test_a_damaged_line_of_a_log_is_skipped_and_counted(tmp_path):
     folder = write_log(tmp_path / "run", *records, data_dir="FineWeb-Edu")
     done = run_program(folder, "--against", "reference", cwd=tmp_path)
     assert done.returncode == 0 and "3.5000 after step 2" in done.stdout
-    assert done.stderr == f"{folder}/log.jsonl: skipped {len(DAMAGED)} damaged lines\n"
+    assert done.stderr == f"{folder}/log.jsonl: damaged lines, skipped: {len(DAMAGED)}\n"
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
