@@ -248,16 +248,17 @@ def open_manifest(path: Path, config: PrepareConfig, files: list[str]) -> dict:
     folder = path.parent
     flags = {name: getattr(config, name) for name in TEXT_FLAGS}
     # Identify files by content, because a copy of the same text has other modification times.
-    digests = "".join(map(sha256_of, files))
-    digest = hashlib.sha256(digests.encode()).hexdigest()
+    digest = hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
     manifest = saved_manifest(path, config.tokenizer)
     shards = manifest["train"]["shards"] + manifest["val"]["shards"]
     if not shards:
         manifest |= {"tokenizer": {"name": config.tokenizer}, "input": config.input}
         return manifest | {"flags": flags, "files": digest}
     old = manifest.get("flags", {})
-    others = [name for name in flags if old.get(name) != flags[name]]
-    reasons = [f"with {spell(name)} {old.get(name)}, not {flags[name]}" for name in others]
+    reasons = []
+    for name, value in flags.items():
+        if old.get(name) != value:
+            reasons.append(f"with {spell(name)} {old.get(name)}, not {value}")
     if manifest.get("files") != digest:
         reasons.append("from other text")
     if reasons:
@@ -269,10 +270,12 @@ def open_manifest(path: Path, config: PrepareConfig, files: list[str]) -> dict:
 
 def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
     """Write the shards that are not in folder yet, and the manifest."""
-    write_manifest(folder / UNFINISHED, manifest)  # a shard without one counts as another program's
+    # Without a manifest, check_no_shards would take a shard for another program's.
+    write_manifest(folder / UNFINISHED, manifest)
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
     ends = {name: split.end[0] for name, split in splits.items()}
-    # Batches that are already in shards are read, to count their documents, but not tokenized.
+    # Batches that are already in shards are read, because a document's number decides its split,
+    # but not tokenized. Of the last one, only a part may be in a shard.
     todo = (batch for batch in batches(reader, config) if batch.number >= ends[batch.split])
     total = sum(map(os.path.getsize, reader.files))
     with tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar:
@@ -308,7 +311,7 @@ def prepare(config: PrepareConfig):
         # Another process that prepares the default data writes the same shards, so wait for it.
         lock.acquire(wait=not config.input)
     try:
-        if (folder / MANIFEST).exists():
+        if (folder / MANIFEST).exists():  # maybe since we waited for the lock
             manifest = open_manifest(folder / MANIFEST, config, files)
             show("already complete:")
         else:
@@ -318,7 +321,7 @@ def prepare(config: PrepareConfig):
             rename(folder / UNFINISHED, folder / MANIFEST)
             sync(folder)
     except UserError:
-        if lock.file and not any(folder.glob("*.bin")):  # leave nothing behind
+        if lock.locked and not any(folder.glob("*.bin")):  # leave nothing behind
             (folder / UNFINISHED).unlink(missing_ok=True)
             lock.release()  # Windows can't remove an open file
             (folder / LOCK).unlink(missing_ok=True)

@@ -224,10 +224,11 @@ def train(run: Run) -> int:
         # Save before evaluating, so that no step is lost if the evaluation fails or is killed, and
         # the checkpoint with the best validation loss is always on disk.
         save_due = is_due(run.step, config.save_every, config.steps)
-        if run.must_stop or save_due or is_due(run.step, config.eval_every, config.steps):
+        eval_due = is_due(run.step, config.eval_every, config.steps)
+        if run.must_stop or save_due or eval_due:
             save(run)
         evaluate_if_due(run)
-    if run.must_stop and signals.phase is Phase.STARTING:
+    if run.must_stop and signals.phase is Phase.STARTING:  # nothing is saved
         raise KeyboardInterrupt  # Python has dropped the first one, or only another rank got one
     if run.must_stop:
         return stop(run)
@@ -285,10 +286,10 @@ def log_step(run: Run, result: StepResult, seconds: float):
 def evaluate_if_due(run: Run):
     """Validate, sample and answer questions before the first step, after the last, and every
     eval_every steps. Evaluations use their own loader and generator, so they never change a run.
-    A stop signal cuts an evaluation short. Then, the resumed run repeats it."""
+    A stop signal cuts an evaluation short, and the resumed run repeats it."""
     config, world, tokenizer = run.config, run.world, run.data.tokenizer
-    due = run.step == 0 or is_due(run.step, config.eval_every, config.steps)
-    due = due or (run.was_complete and run.step == run.first_step)
+    repeats_last = run.began_at_old_end and run.step == run.first_step
+    due = run.step == 0 or repeats_last or is_due(run.step, config.eval_every, config.steps)
     if run.must_stop or not due:
         return
     if config.eval_tokens:
@@ -316,7 +317,7 @@ def evaluate_if_due(run: Run):
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
     draw(run)
-    vote_to_stop(run)  # here and not in a step, because the main rank may draw for a long time
+    vote_to_stop(run)  # also waits for the drawing here, so that no step takes longer by it
 
 
 # ---- Starting: the main rank decides, then all ranks act -----------------------------------------
@@ -352,7 +353,7 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
         check_same_run(state, config, data)
     start = source.path if source else None
     if world.size > 1:
-        source = None
+        source = None  # each rank reads start itself, rather than receive the weights
     return Plan(config, off, is_new, start, source, state, data, vocab_size, questions)
 
 
@@ -360,11 +361,13 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | No
     """Return the weights that a run starts from, and state.json if the run itself saved them."""
     init_from, eval_only = typed.get("init_from"), typed.get("eval_only")
     path = None if init_from and eval_only else checkpoint.newest(out_dir)
+    if path is None and init_from:
+        return checkpoint.read_newest(init_from), None
+    if path is None and eval_only:
+        cure = "name a run with --out-dir, or weights with --init-from"
+        raise UserError(f"no checkpoint in {out_dir}: {cure}")
     if path is None:
-        if eval_only and not init_from:
-            cure = "name a run with --out-dir, or weights with --init-from"
-            raise UserError(f"no checkpoint in {out_dir}: {cure}")
-        return (checkpoint.read_newest(init_from) if init_from else None), None
+        return None, None
     try:
         return read_weights(path), checkpoint.read_state(path)
     except Exception:
@@ -530,7 +533,7 @@ def set_up_and_train(typed: dict, world: World) -> int:
         run = set_up(typed, lock, world)
         return train(run) if run else ending.DONE
     except Exception:
-        lock.check()  # if the folder was moved, that is why
+        lock.check()  # raises DiskError if the folder was moved, which explains the error
         raise
 
 

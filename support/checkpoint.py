@@ -115,7 +115,7 @@ def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
         if path not in good[:keep] and path != best:
             try:
                 remove(path)
-            except OSError as error:  # the same, on Windows; the next save tries again
+            except OSError as error:  # on Windows, a file in it is open: the next save tries again
                 print_error(f"{path} can't be removed: {error}")
 
 
@@ -182,7 +182,7 @@ def read_state(path: Path) -> dict:
     except UserError:
         raise
     except Exception as error:  # it may hold anything
-        raise UserError(f"{file} is not what a run saves: {error!r:.99}") from error
+        raise UserError(f"{file} was not written by a run: {error!r:.99}") from error
 
 
 def check_state(state: dict, step: int):

@@ -6,16 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+import dataloader
 from config import TrainConfig
-from dataloader import (
-    TOKEN,
-    UNFINISHED,
-    VOCAB_SIZES,
-    ShardError,
-    ShardLoader,
-    TokenFolder,
-    open_folder,
-)
+from dataloader import TOKEN, VOCAB_SIZES, ShardError, ShardLoader, TokenFolder, open_folder
 from model import SHAPES
 from support.ending import UserError
 from support.pretrained import Pretrained
@@ -52,7 +45,7 @@ def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFold
 def python_source(tokenizer: str) -> Path:
     """Return the folder with Python's tokenized standard library. Create it if necessary."""
     folder = Path(f"data/stdlib-{tokenizer}")
-    if not any(folder.glob("*.bin")) or (folder / UNFINISHED).exists():
+    if not any(folder.glob("*.bin")) or (folder / dataloader.UNFINISHED).exists():
         print(f"no --data-dir: tokenizing Python's standard library into {folder}", flush=True)
         program = Path(__file__).parent.with_name("prepare_data.py")
         flags = ["--tokenizer", tokenizer, "--data-dir", str(folder)]

@@ -36,7 +36,8 @@ DISK_ERRORS += " ESHUTDOWN ETIMEDOUT EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH
 DISK_ERRNOS = {getattr(errno, name) for name in DISK_ERRORS.split() if hasattr(errno, name)}
 TIMEOUT_S = 900  # a process that makes no progress for this long counts as hung
 NUM_TICKS = 10  # the watchdog looks this often in TIMEOUT_S
-WAITING = {"bdb", "pydevd", "support.log", "tqdm.std"}  # modules that may wait for a person
+# Modules in which the main thread may wait for a person: debuggers, and output to a terminal.
+WAITING = {"bdb", "pydevd", "support.log", "tqdm.std"}
 SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does so again
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Ctrl-Break
 SIGNALS = [number for number in signal.Signals if number.name in NAMES]
@@ -106,10 +107,10 @@ class Phase(Enum):
 
 
 class StopSignals:
-    """Handles stop signals according to the phase of the run. It raises KeyboardInterrupt to stop
-    at once. After the start, that takes a signal over SECOND_SIGNAL_S after the first; the first
-    one only counts as a vote, because all ranks must stop at the same place. It ignores SIGHUP (a
-    closed terminal), except under torchrun, which then stops its ranks."""
+    """Handles stop signals according to the phase of the run. Before anything is saved, a signal
+    raises KeyboardInterrupt at once. After that, the first signal is only a vote, because all ranks
+    must stop at the same step, and one more than SECOND_SIGNAL_S later raises. SIGHUP (a closed
+    terminal) is ignored, except under torchrun, which then stops its ranks."""
 
     phase = Phase.STARTING
     received_at = math.inf  # time.monotonic() at the first signal
@@ -138,13 +139,12 @@ class StopSignals:
         # Record the signal first: Python drops a KeyboardInterrupt raised in a destructor.
         now = time.monotonic()
         self.received_at = min(now, self.received_at)
-        if self.phase is not Phase.STARTING and now - self.received_at <= SECOND_SIGNAL_S:
-            if is_first and self.phase is Phase.UNSAVED and is_main_rank():
-                text = "finishing and saving this step; Ctrl-C again after 2 s quits without saving"
-                with suppress(OSError):  # os.write, as the signal may have interrupted a print
-                    os.write(2, f"\n{text}\n".encode())
-            return
-        raise KeyboardInterrupt
+        if self.phase is Phase.STARTING or now - self.received_at > SECOND_SIGNAL_S:
+            raise KeyboardInterrupt
+        if is_first and self.phase is Phase.UNSAVED and is_main_rank():
+            text = "finishing and saving this step; Ctrl-C again after 2 s quits without saving"
+            with suppress(OSError):  # os.write, as the signal may have interrupted a print
+                os.write(2, f"\n{text}\n".encode())
 
 
 signals = StopSignals()
@@ -195,7 +195,7 @@ class Watchdog:
     lid) or waits for a person. faulthandler.dump_traceback_later counts all time."""
 
     def __init__(self):
-        self.ticks_left = math.inf  # of NUM_TICKS; when none is left, the process hangs
+        self.ticks_left = math.inf  # of NUM_TICKS; below 0, the process counts as hung
         self.thread: threading.Thread | None = None
 
     def reset(self):

@@ -1,4 +1,4 @@
-"""Whole files, files from strangers, and folders that only one process may write to."""
+"""Writing files atomically, reading untrusted files, and locking folders."""
 
 import errno
 import io
@@ -34,16 +34,16 @@ def whole_file(path: Path):
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file that a stranger may have made. Raise OSError if it is not a regular file, because
-    opening a pipe may wait forever, and a device may have no end."""
+    """Open an untrusted file. Raise OSError if it is not a regular file, because opening a pipe may
+    wait forever, and a device may have no end."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(f"{path} is not a regular file")
     return open(path, "rb")
 
 
 def read_small(path: Path) -> bytes:
-    """Return the content of a file that a stranger may have made. Raise OSError if it is not a
-    regular file, or too large to be what we expect."""
+    """Return the content of an untrusted file. Raise OSError if it is not a regular file, or too
+    large to be what we expect."""
     with open_regular(path) as f:
         content = f.read(MAX_SMALL + 1)
     if len(content) > MAX_SMALL:
@@ -60,8 +60,8 @@ def sync(folder: Path):
 
 
 def rename(source: Path, target: Path):
-    """Rename a file or folder, and replace a file called target. Try for 10 s: on Windows and some
-    network disks, a virus scanner or a backup may have the file open for a moment."""
+    """Rename a file or folder, replacing target if it is a file. Retry for 10 s, because on Windows
+    and some network disks, a virus scanner or backup may hold the file open for a moment."""
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -79,14 +79,14 @@ class FolderLock:
     def __init__(self, folder: Path):
         self.folder = folder
         self.lock = FileLock(folder / LOCK)
-        self.file: os.stat_result | None = None  # the locked file
+        self.locked: os.stat_result | None = None  # the lock file, if this process holds the lock
 
     def acquire(self, wait: bool = False):
-        """Lock the folder. Raise Timeout if another process has locked it, unless we may wait.
-        Print a line if the disk supports no locks, like Lustre without -o flock."""
+        """Lock the folder. Raise Timeout if another process has locked it, unless `wait` is set.
+        Print a line if the disk doesn't support locks (Lustre without -o flock)."""
         try:
             self.lock.acquire(timeout=-1 if wait else 0)
-            self.file = os.stat(self.lock.lock_file)
+            self.locked = os.stat(self.lock.lock_file)
         except (OSError, NotImplementedError) as error:
             if isinstance(error, OSError) and error.errno not in NO_LOCKS:
                 raise  # also Timeout, which is an OSError
@@ -100,7 +100,7 @@ class FolderLock:
         """Raise DiskError if the folder is no longer the locked one. The open lock file keeps
         its inode number, even on file systems whose other inode numbers change."""
         with suppress(OSError):
-            if self.file is None or os.path.samestat(self.file, os.stat(self.lock.lock_file)):
+            if not self.locked or os.path.samestat(self.locked, os.stat(self.lock.lock_file)):
                 return
         text = f"{self.folder} is gone, or another folder has its name"
         raise DiskError(f"{text}: was it moved, its disk unmounted, or its {LOCK} removed?")

@@ -15,15 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from support.ending import (
-    INTERRUPTED,
-    NumericalError,
-    RunError,
-    UserError,
-    exit_code_of,
-    tell_torchrun,
-    watchdog,
-)
+from support import ending
+from support.ending import NumericalError, RunError, UserError, tell_torchrun, watchdog
 
 Result = TypeVar("Result")
 
@@ -68,7 +61,7 @@ class World:
 
     def call_on_all(self, function: Callable[..., Result], *args) -> Result:
         """Call function(*args) on every rank, and return this rank's result. If the call fails on
-        any rank, every rank ends, and the first rank that failed prints the reason."""
+        any rank, every rank ends, and the lowest rank that failed prints the reason."""
         if self.size == 1:
             return function(*args)
         result = error = None
@@ -76,11 +69,12 @@ class World:
             result = function(*args)
         except Exception as raised:  # raised below, after all ranks know of it
             error = raised
-        codes = self.gather((exit_code_of(error) or 1, str(error)) if error else (0, ""))
-        for rank, (code, text) in enumerate(codes):
-            if code and rank == self.rank and error:
+        failure = (ending.exit_code_of(error) or 1, str(error)) if error else None
+        for rank, failed in enumerate(self.gather(failure)):
+            if error and rank == self.rank:
                 raise error
-            if code:
+            if failed:
+                code, text = failed
                 tell_torchrun(f"error: {text}")
                 sys.exit(code)
         return result  # type: ignore[return-value]  # no rank has an error, so this one has a result
@@ -116,10 +110,10 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
     if not 0 <= rank < size or local_rank < 0:
         raise UserError(f"RANK {rank} must be at least 0 and below WORLD_SIZE {size}")
 
-    has_mps = torch.backends.mps.is_available() and size == 1
+    can_use_mps = torch.backends.mps.is_available() and size == 1
     if kind == "cuda" and not num_gpus:
         raise UserError("--device cuda: PyTorch sees no GPU: run python benchmarks/doctor.py")
-    if kind == "mps" and not has_mps:
+    if kind == "mps" and not can_use_mps:
         raise UserError("--device mps: there is no Apple GPU for this process: leave --device out")
     if kind in ("auto", "cuda") and num_gpus:
         local_size = max(local_size, local_rank + 1)
@@ -128,7 +122,7 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
             text = f"--nproc_per_node={local_size} exceeds the {num_gpus} GPUs ({visible})"
             raise UserError(f"{text}: try --nproc_per_node={num_gpus}")
         return World(rank, size, torch.device("cuda", local_rank))
-    return World(rank, size, torch.device("mps" if has_mps and kind != "cpu" else "cpu"))
+    return World(rank, size, torch.device("mps" if can_use_mps and kind != "cpu" else "cpu"))
 
 
 @contextmanager
@@ -138,23 +132,23 @@ def process_group(world: World) -> Iterator[None]:
         torch.cuda.set_device(world.device)
         if world.size > 1 and not dist.is_nccl_available():  # as on Windows
             raise UserError("several GPUs need NCCL, which this torch lacks: use one GPU, or Linux")
-    if world.size > 1:
-        store = connect("nccl" if world.device.type == "cuda" else "gloo")
+    if world.size == 1:
+        yield
+        return
+    store = connect("nccl" if world.device.type == "cuda" else "gloo")
     try:
         yield
     except BaseException as error:
-        if world.size > 1:
-            share_reason(error, store)
+        share_reason(error, store)
         raise
     finally:
-        if world.size > 1:
-            gc.collect()  # a DDP that outlives the process group aborts the process at exit
-            dist.destroy_process_group()
+        gc.collect()  # a DDP that outlives the process group aborts the process at exit
+        dist.destroy_process_group()
 
 
 def connect(backend: str) -> dist.Store:
-    # Leave hangs to the watchdog: it shows stacks, and its clock stands still with the process,
-    # whereas after a pause longer than their limit, gloo and NCCL would give up at once.
+    # Leave hangs to the watchdog: it shows stacks, and it does not count time in which the process
+    # is stopped. gloo and NCCL do, and would give up after a long pause.
     limit = timedelta(days=365)
     watchdog.reset()
     try:
@@ -172,17 +166,17 @@ def connect(backend: str) -> dist.Store:
 
 
 def share_reason(error: BaseException, store: dist.Store):
-    """Tell the other ranks why this one ends. If another rank was first, end for its reason: it may
-    be why this one lost its connection, or was sent a signal by torchrun."""
-    own = first = [exit_code_of(error), str(error)]
+    """Tell the other ranks why this one ends. If another rank ended first, end for its reason
+    instead: it may be why this one lost its connection, or got a signal from torchrun."""
+    own = first = [ending.exit_code_of(error), str(error)]
     with suppress(dist.DistError):  # the rank that serves the store is gone
-        if own[0] is not None:
+        if own[0] is not None:  # sets it only if it is absent, and returns what is there
             first = json.loads(store.compare_set("reason", "", json.dumps(own)))
         elif isinstance(error, RuntimeError) and store.check(["reason"]):
             first = json.loads(store.get("reason"))
     if first == own:
-        return  # and the caller raises error
-    if first[0] == INTERRUPTED:
+        return  # this rank was first, or error is a bug: the caller raises it
+    if first[0] == ending.INTERRUPTED:
         raise KeyboardInterrupt from error
     tell_torchrun(f"error: {first[1]}")
     sys.exit(first[0])

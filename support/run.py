@@ -42,7 +42,7 @@ class Run:
     step: int = 0  # steps done
     first_step: int = 0  # the step at which this process started
     saved_step: int = -1  # the step of the newest checkpoint
-    was_complete: bool = False  # whether this process began at the saved run's last step
+    began_at_old_end: bool = False  # whether this process began at the saved run's last step
     must_stop: bool = False  # whether any rank got a stop signal; the same on every rank
     has_read_back: bool = False  # whether this process has read back its first checkpoint
     losses: dict[int, float] = field(default_factory=dict)  # by step, for loss.png
@@ -74,12 +74,13 @@ def restore(run: Run, path: Path, state: dict):
     if state["scaler"] and run.scaler.is_enabled():
         run.scaler.load_state_dict(state["scaler"])
     run.losses, run.val_losses = state["losses"], state["val_losses"]
-    saved, eval_tokens = state["config"], run.config.eval_tokens
-    sizes = [eval_tokens, saved.get("eval_tokens", eval_tokens)]
-    if eval_tokens and len({num_val_sequences(size, run.val_loader) for size in sizes}) > 1:
-        run.val_losses = {}  # losses on other tokens can't be compared
-    # Runs save before they validate, so the validation after the old last step is in no checkpoint.
-    run.was_complete = run.step == saved.get("steps")
+    saved, now = state["config"], run.config.eval_tokens
+    before = saved.get("eval_tokens", now)
+    # Losses on other tokens can't be compared. If there is no validation now, they stay in force.
+    if now and num_val_sequences(now, run.val_loader) != num_val_sequences(before, run.val_loader):
+        run.val_losses = {}
+    # A run saves before it validates, so no checkpoint holds the validation after its last step.
+    run.began_at_old_end = run.step == saved.get("steps")
     signals.phase = Phase.SAVED
 
 
@@ -103,7 +104,7 @@ def save(run: Run):
 
 def write_checkpoint(run: Run):
     started = time.perf_counter()
-    # A background thread would first copy everything, just to save two seconds per 250 steps.
+    # A background thread would have to copy everything first, to gain two seconds per 250 steps.
     path = checkpoint.save(run.lock, run.model, run.optimizer, state_of(run))
     if not run.has_read_back:
         checkpoint.check_read_back(path, run.model, run.optimizer)
@@ -141,13 +142,14 @@ def stop(run: Run) -> int:
 
 def finish(run: Run):
     signals.phase = Phase.LEAVING
-    run.world.call_on_main(complete, run)
+    run.world.call_on_main(write_summary, run)
 
 
-def complete(run: Run):
+def write_summary(run: Run):
     """Write summary.json, which marks the run as complete, and print the last lines."""
     # This comes after the last evaluation, since a run killed during it is incomplete.
     run.lock.check()
+    # Rotate again, because the last validation may have changed which checkpoint is the best.
     checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
     path = run.out_dir / f"step_{run.step:06d}"
     best_path = checkpoint.best_of(checkpoints(run.out_dir), run.val_losses)

@@ -38,19 +38,21 @@ def choose_out_dir(name: str, resume: bool) -> Path:
         return out_dir
     if not out_dir.is_dir():
         raise UserError(f"--out-dir {out_dir} is not a folder: use another name")
-    log = out_dir / LOG
-    holds_run = bool(checkpoints(out_dir))
-    if holds_run and not resume:
-        raise UserError(f"--out-dir {out_dir} holds a run: add --resume, or name another folder")
-    # Other files may stay, but not those that this run would overwrite or mistake for its own.
-    # A process that dies before its first checkpoint leaves a log and folders called step_*.tmp.
-    ours = [out_dir / SUMMARY, out_dir / PICTURE, *out_dir.glob("step_[0-9]*")]
-    others = [path for path in ours if os.path.lexists(path)]
-    others = [path for path in others if not (path.suffix == ".tmp" and path.is_dir())]
-    if not holds_run and (out_dir / SUMS).exists() and (out_dir / "state.json").exists():
+    if checkpoints(out_dir):
+        if not resume:
+            cure = "add --resume, or name another folder"
+            raise UserError(f"--out-dir {out_dir} holds a run: {cure}")
+    elif (out_dir / SUMS).exists() and (out_dir / "state.json").exists():
         raise UserError(f"--out-dir {out_dir} is a checkpoint: name its run, {out_dir.parent}")
-    if others and not holds_run:
-        raise UserError(f"--out-dir {out_dir} holds {min(others).name} but no run: use a new one")
+    else:
+        # Other files may stay, but not those that this run would overwrite or mistake for its own.
+        # A process that dies before its first checkpoint leaves a log and folders named step_*.tmp.
+        ours = [out_dir / SUMMARY, out_dir / PICTURE, *out_dir.glob("step_[0-9]*")]
+        others = [p for p in ours if os.path.lexists(p) and not (p.suffix == ".tmp" and p.is_dir())]
+        if others:
+            text = f"--out-dir {out_dir} holds {min(others).name} but no run"
+            raise UserError(f"{text}: use a new folder")
+    log = out_dir / LOG
     if log.is_symlink() or (log.exists() and not log.is_file()):
         raise UserError(f"{log} is a link or not a file: remove it, or name another folder")
     return out_dir
