@@ -29,7 +29,8 @@ for name, (code, why) in ends.items():
         sys.exit(code)
 env = {"commit": "0123456789", "device": "cpu", "device_name": "a CPU", "torch": "2"}
 start = {"environment": env, "micro_batch_size": 4, "tokenizer": "bytes"}
-records = [start | {"flags": {"batch_tokens": 100, "data_dir": ""}}]
+shape = {"model": "nano", "n_layer": 4, "n_embd": 128}
+records = [start | {"flags": shape | {"batch_tokens": 100, "data_dir": ""}, "tokenizer": "bytes"}]
 rate, seed = float(flags.get("learning-rate", 1)), float(flags.get("seed", 0))
 for step in range(5):
     loss = 6 + 0.1 * seed - rate * step
