@@ -45,10 +45,9 @@ def read_small(path: Path) -> bytes:
     """Return the content of an untrusted file. Raise OSError if it is not a regular file, or too
     large to be what we expect."""
     with open_regular(path) as f:
-        content = f.read(MAX_SMALL + 1)
-    if len(content) > MAX_SMALL:
-        raise OSError(f"{path} is larger than {MAX_SMALL:,} bytes")
-    return content
+        if os.fstat(f.fileno()).st_size > MAX_SMALL:
+            raise OSError(f"{path} is larger than {MAX_SMALL:,} bytes")
+        return f.read()
 
 
 def sync(folder: Path):
