@@ -173,9 +173,9 @@ def fake_gpu(gib: float, capability: str) -> Iterator[Device]:
         def to(self, where: torch.device):
             return self
 
-    def not_written(out_dir: Path, model, optimizer, state: dict) -> Path:
+    def not_written(lock, model, optimizer, state: dict) -> Path:
         checkpoint.optimizer_tensors(model, optimizer)
-        return out_dir / f"step_{state['step']:06d}"
+        return lock.folder / f"step_{state['step']:06d}"
 
     stand_ins = {
         (torch.cuda, "device_count"): lambda: int(kind == "cuda"),
@@ -192,6 +192,7 @@ def fake_gpu(gib: float, capability: str) -> Iterator[Device]:
         (F, "scaled_dot_product_attention"): fused_attention,
         (train_gpt2, "GPT"): Model,
         (train_gpt2, "read_weights"): with_numbers(train_gpt2.read_weights),
+        (checkpoint.pretrained, "read_weights"): with_numbers(train_gpt2.read_weights),
         (checkpoint, "load_file"): with_numbers(checkpoint.load_file),
         (checkpoint, "save"): not_written,
         (run_folder, "check_disk_space"): lambda *_: None,  # 75 GB for gpt2-xl

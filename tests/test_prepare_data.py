@@ -575,7 +575,7 @@ def test_killed_at_20_random_moments_the_folder_is_the_same(tokenizer, workers, 
     kills = rounds = 0
     while kills < 20:
         folder, rounds = tmp_path / f"killed{rounds}", rounds + 1
-        while not folder.exists():
+        while not (folder / "manifest.json").exists():
             process = start(folder, *flags)
             try:
                 process.wait(rng.uniform(0.1, 1) * longest)
