@@ -85,6 +85,9 @@ def read_runs(folders: list[str]) -> list[Run]:
     begun = [run for run in runs if run.values["ms"]]
     if not begun:
         raise ValueError(f"{runs[0].name} has no step yet: wait for the run's first one")
+    for run in begun:
+        if not run.start:
+            raise ValueError(f"{run.name}: no record of its start can be read: leave it out")
     return begun
 
 
@@ -108,8 +111,6 @@ def read_run(folder: str) -> Run:
         for name, value in record.items():
             if step is not None and (value is None or isinstance(value, int | float)):
                 run.values[name][step] = value
-    if not run.start:
-        raise ValueError(f"{path}: no record of the run's start can be read: leave it out")
     return run
 
 
