@@ -148,9 +148,8 @@ def open_folder(path: Path) -> TokenFolder:
                 shards.append(replace(shard, max_id=entry["largest_id"]))
                 digest.update(f"{split} {entry['sha256']} ".encode())
     elif (path / UNFINISHED).exists():
-        raise ShardError(
-            f"--data-dir {path} is unfinished: repeat the {PREPARE} command that began it"
-        )
+        cure = f"repeat the {PREPARE} command that began it"
+        raise ShardError(f"--data-dir {path} is unfinished: {cure}")
     else:
         tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT, by character
         for file in sorted(path.iterdir()):

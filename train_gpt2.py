@@ -294,7 +294,8 @@ def evaluate_if_due(run: Run):
         return
     if config.eval_tokens:
         figures = evaluate.validate(run.net, run.model, run.val_loader, tokenizer, config, world)
-        if vote_to_stop(run):
+        vote_to_stop(run)
+        if run.must_stop:
             return
         # Record only saved steps, so that the best one is on disk. A nan can't be the best loss.
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
@@ -306,13 +307,15 @@ def evaluate_if_due(run: Run):
         return  # random weights would produce only noise
     if config.num_samples:
         text = evaluate.samples(run.model, tokenizer, config) if world.is_main else ""
-        if vote_to_stop(run):
+        vote_to_stop(run)
+        if run.must_stop:
             return
         run.log.record(step=run.step, sample=text)
         run.log.print(f"sample after step {run.step}:\n{text}")
     if run.questions:
         shares = evaluate.answers(run.model, run.questions, config, world)
-        if vote_to_stop(run):
+        vote_to_stop(run)
+        if run.must_stop:
             return
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")

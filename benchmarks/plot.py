@@ -17,7 +17,6 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +29,8 @@ QUANTITIES = {  # what references have
     "hellaswag_acc": "HellaSwag accuracy",
     "hellaswag_acc_norm_tokens": "HellaSwag accuracy, normalized by tokens",
 }
+START = {"model": str, "data_dir": str, "tokenizer": str}  # what we use of a run's first record
+START |= {"n_layer": int, "n_embd": int, "batch_tokens": int}
 SHARDS = {  # how shards or folders are named, for data sets whose reference has another name
     "FineWeb-Edu": r"(fineweb[-_]?edu|edu[-_]?fineweb)[-\w]*",
     "FineWeb": r"fineweb(\d+B)?",
@@ -116,17 +117,17 @@ def read_run(folder: str) -> Run:
 
 def as_record(line: bytes) -> dict | None:
     """Return the record in a line of a log, or None if the line is damaged."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
+    try:
         record = json.loads(line)
-        step = record["step"] if "step" in record or "ms" in record else 0
-        texts, sizes = "", 0
-        if "flags" in record:  # all that we use must be there, as what it should be
-            flags = record["flags"]
-            texts = record["tokenizer"] + flags["model"] + flags["data_dir"]
-            sizes = flags["n_layer"] + flags["n_embd"] + flags["batch_tokens"]
-        if (type(record), type(step), type(texts), type(sizes)) == (dict, int, str, int):
-            return record
-    return None
+        values, kinds = record, {}
+        if "flags" in record:
+            values, kinds = record["flags"] | {"tokenizer": record["tokenizer"]}, START
+        elif "step" in record or "ms" in record:
+            kinds = {"step": int}
+        is_whole = all(type(values[name]) is kind for name, kind in kinds.items())
+        return record if is_whole and type(record) is dict else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 # ---- References: dicts with name, what, value, step, tokens, data, source, note, and points

@@ -261,10 +261,10 @@ def find_weights(name: str) -> Path:
         if path.parent != Path() and os.path.isdir(path.parent):  # not a Hugging Face name
             raise UserError(f"--init-from {name}: there is no such file or folder in {path.parent}")
         return pretrained.download(name)
-    found = newest(path)
-    if found is None and (path / SUMS).is_file():
+    checkpoint_of_run = newest(path)
+    if checkpoint_of_run is None and (path / SUMS).is_file():
         verify(path)
-    return found or path
+    return checkpoint_of_run or path
 
 
 def read_newest(name: str) -> pretrained.Pretrained:

@@ -190,8 +190,8 @@ def processor(device: torch.device) -> str:
     if device.type == "cuda":
         return ""
     model = re.findall(r"(?m)^(?:cpu family|model|cache size)\s*: (.+)", cpuinfo())
-    words = re.findall(r"\b(?:avx|amx|fma|f16c|sve|asimd|i8mm|bf16)\w*", cpuinfo())
-    return " ".join(sorted({*words, "-".join(dict.fromkeys(model)).replace(" ", "")}))
+    instructions = re.findall(r"\b(?:avx|amx|fma|f16c|sve|asimd|i8mm|bf16)\w*", cpuinfo())
+    return " ".join(sorted({*instructions, "-".join(dict.fromkeys(model)).replace(" ", "")}))
 
 
 def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dict:

@@ -84,10 +84,9 @@ def restore(run: Run, path: Path, state: dict):
     signals.phase = Phase.SAVED
 
 
-def vote_to_stop(run: Run) -> bool:
-    """Return whether any rank got a stop signal. Each rank waits for all others."""
+def vote_to_stop(run: Run):
+    """Set run.must_stop if any rank got a stop signal. Each rank waits for all others."""
     run.must_stop = any(run.world.gather(signals.received))
-    return run.must_stop
 
 
 def save(run: Run):
