@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
-from typing import TypeVar
 
 DONE, STOPPED, INTERRUPTED = 0, 3, 130
 
@@ -41,8 +40,6 @@ WAITING = {"bdb", "pydevd", "support.log", "tqdm.std"}
 SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does so again
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Ctrl-Break
 SIGNALS = [number for number in signal.Signals if number.name in NAMES]
-
-Item = TypeVar("Item")
 
 program = "train_gpt2.py"  # the first word of each error line; sample.py changes it
 
@@ -150,7 +147,7 @@ class StopSignals:
 signals = StopSignals()
 
 
-def until_signal(items: Iterable[Item]) -> Iterator[Item]:
+def until_signal(items: Iterable) -> Iterator:
     """Yield items until this process gets a stop signal. Each one is progress."""
     for item in items:
         if signals.received:
