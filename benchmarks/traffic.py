@@ -2,6 +2,7 @@
 
     python benchmarks/traffic.py                        # GPT-2 124M with the default flags
     python benchmarks/traffic.py -- --no-bf16-residual  # flags of train_gpt2.py, behind --
+    python benchmarks/traffic.py --ddp                  # as torchrun's ranks compute it
 
 A step of one pass, compiled. Inductor generates its code for an H100, and says for each kernel how
 many bytes it reads and writes; no kernel runs (tests/fake_compiler.py). What a kernel finds in the
@@ -54,6 +55,7 @@ def table(launches: list[tuple[str, int]]) -> str:
 def main():
     parser = machine.OneLineParser(prog="traffic.py", description=__doc__.splitlines()[0])
     parser.add_argument("flags", nargs="*", help="flags of train_gpt2.py, behind --")
+    parser.add_argument("--ddp", action="store_true", help="as under torchrun: split for DDP")
     parser.add_argument("--sequences", type=int, default=64, help="of 1,024 tokens in the pass")
     args = parser.parse_args()
     if not find_spec("triton"):
@@ -64,12 +66,14 @@ def main():
         data = stand_in.make_data(Path(folder))
         line = ["--model=gpt2", f"--data-dir={data}", "--steps=2", "--eval-tokens=0", "--compile"]
         line += [f"--micro-batch-size={B}", f"--batch-tokens={1024 * B}", "--num-samples=0"]
-        found = stand_in.on_gpu(library, *line, *args.flags)
+        found = stand_in.on_gpu(library, *line, *args.flags, ddp=args.ddp)
     if found["code"]:
         raise ValueError(found["stderr"])
-    print(f"GPT-2 124M, {B} x 1,024 tokens {shlex.join(args.flags)}".rstrip() + ", reckoned:\n")
+    flags = shlex.join(args.flags) + " as split for DDP" * args.ddp
+    print(f"GPT-2 124M, {B} x 1,024 tokens {flags}".rstrip() + ", reckoned:\n")
     print(table(found["launches"]))
-    print(f"\nPeak memory of the run: {found['peak_mib'] / 1024:.1f} GiB")
+    if not args.ddp:  # the stand-in also counts what Dynamo makes up to compile the parts
+        print(f"\nPeak memory of the run: {found['peak_mib'] / 1024:.1f} GiB")
 
 
 if __name__ == "__main__":

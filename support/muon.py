@@ -68,32 +68,34 @@ class MuonAdamW(torch.optim.AdamW):
         """Update matrices that have the same shape."""
         lr = self.param_groups[0]["lr"]
         weight_decay = self.param_groups[0]["weight_decay"]
-        for m in matrices:
-            m.momentum.lerp_(m.grad, 1 - MOMENTUM)
-            m.grad.lerp_(m.momentum, MOMENTUM)  # Nesterov's momentum
-        updates = self.orthogonal([m.grad for m in matrices])  # (n, rows, columns)
-        squares = updates.norm(dim=2, keepdim=True).square() / updates.shape[2]
-        row_moments = torch.stack([m.row_moment for m in matrices]).lerp_(squares, 1 - ROW_BETA)
-        updates /= row_moments.sqrt().clamp(min=1e-10)
-        norms = updates.norm(dim=(1, 2), keepdim=True).clamp(min=1e-10)
-        updates *= lr * RMS * math.sqrt(updates[0].numel()) / norms
-        for m, row_moment, update in zip(matrices, row_moments, updates, strict=True):
-            m.row_moment.copy_(row_moment)
-            m.weight.mul_(1 - lr * weight_decay).sub_(update)
+        weights, grads, momenta, row_moments = map(list, zip(*matrices, strict=True))
+        # A _foreach_ function handles all matrices in a few GPU kernels instead of one for each.
+        torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
+        torch._foreach_lerp_(grads, momenta, MOMENTUM)  # Nesterov's momentum
+        updates = self.orthogonal(grads)  # (n, rows, columns)
+        norms = torch.linalg.vector_norm(updates, dim=2, keepdim=True, dtype=torch.float32)
+        moments = torch.stack(row_moments).lerp_(norms.square() / updates.shape[2], 1 - ROW_BETA)
+        torch._foreach_copy_(row_moments, list(moments))
+        # Scale the rows first, then each whole matrix to the target size, in one factor per row.
+        scales = moments.sqrt().clamp(min=1e-10).reciprocal()  # (n, rows, 1)
+        sizes = (norms * scales).norm(dim=1, keepdim=True).clamp(min=1e-10)  # (n, 1, 1)
+        scales *= lr * RMS * math.sqrt(updates[0].numel()) / sizes
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        torch._foreach_sub_(weights, list(updates * scales))
 
     def orthogonal(self, tensors: list[Tensor]) -> Tensor:
-        """Orthogonalize tensors of the same shape: return (n, rows, columns) float32. Each rank
+        """Orthogonalize tensors of the same shape: return (n, rows, columns). Each rank
         computes a share of them, and the ranks exchange the results."""
         rank, size = self.world.rank, self.world.size
         if size == 1:
-            return orthogonalize(torch.stack(tensors), self.dtype).float()
+            return orthogonalize(torch.stack(tensors), self.dtype)
         share = math.ceil(len(tensors) / size)
         of_rank = tensors[rank * share : (rank + 1) * share]  # the last ranks may have fewer
         results = tensors[0].new_zeros((size, share, *tensors[0].shape), dtype=self.dtype)
         if of_rank:
             results[rank, : len(of_rank)] = orthogonalize(torch.stack(of_rank), self.dtype)
         self.world.gather_rows(results)
-        return results.flatten(0, 1)[: len(tensors)].float()
+        return results.flatten(0, 1)[: len(tensors)]
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:

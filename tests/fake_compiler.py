@@ -1,14 +1,16 @@
 """Lets torch.compile work on fake_gpu.py's GPU that can't compute. Inductor generates its code for
-an H100, and the code runs, but its kernels do nothing. So a compiled run makes and frees the
+a card, and the code runs, but its kernels do nothing. So a compiled run makes and frees the
 tensors that it would on a GPU, and what each kernel reads and writes is known.
 
 Needs triton (pip install triton). It fits the torch of requirements.txt: Inductor's insides, which
 it replaces, change from version to version.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -25,22 +27,38 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
-H100 = {  # what Inductor and Triton ask for, from NVIDIA's data sheet and CUDA's tables
-    "name": "NVIDIA H100 80GB HBM3",
-    "major": 9,
-    "minor": 0,
-    "multi_processor_count": 132,
-    "total_memory": 80 * 2**30,
-    "L2_cache_size": 50 * 2**20,
-    "regs_per_multiprocessor": 65536,
-    "max_threads_per_multi_processor": 2048,
-    "max_threads_per_block": 1024,
-    "shared_memory_per_block": 49152,
-    "shared_memory_per_block_optin": 232448,
-    "shared_memory_per_multiprocessor": 233472,
-    "warp_size": 32,
-    "gcnArchName": "",
+# By compute capability: a card's name, multiprocessors, shared memory for a block in bytes, and
+# threads of a multiprocessor, from NVIDIA's data sheets and CUDA's tables.
+CARDS = {
+    "7.5": ("Tesla T4", 40, 65536, 1024),
+    "8.0": ("NVIDIA A100-SXM4-80GB", 108, 166912, 2048),
+    "8.9": ("NVIDIA GeForce RTX 4090", 128, 101376, 1536),
+    "9.0": ("NVIDIA H100 80GB HBM3", 132, 232448, 2048),
+    "10.0": ("NVIDIA B200", 148, 232448, 2048),
+    "12.0": ("NVIDIA GeForce RTX 5090", 170, 101376, 1536),
 }
+
+
+def properties_of(capability: str) -> dict:
+    """Return what Inductor and Triton ask of a card."""
+    name, multiprocessors, shared_memory, threads = CARDS[capability]
+    major, minor = map(int, capability.split("."))
+    return {
+        "name": name,
+        "major": major,
+        "minor": minor,
+        "multi_processor_count": multiprocessors,
+        "total_memory": 80 * 2**30,
+        "L2_cache_size": 50 * 2**20,
+        "regs_per_multiprocessor": 65536,
+        "max_threads_per_multi_processor": threads,
+        "max_threads_per_block": 1024,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_block_optin": shared_memory,
+        "shared_memory_per_multiprocessor": shared_memory + 1024,
+        "warp_size": 32,
+        "gcnArchName": "",
+    }
 
 
 class Kernel:
@@ -61,12 +79,15 @@ class Kernel:
 class Driver:
     """Takes the place of Triton's driver."""
 
-    def __init__(self):
-        limits = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+    def __init__(self, capability: str):
+        _, multiprocessors, shared_memory, _ = CARDS[capability]
+        limits = {"max_shared_mem": shared_memory, "warpSize": 32}
+        limits["multiprocessor_count"] = multiprocessors
         self.utils = SimpleNamespace(get_device_properties=lambda _: limits)
+        self.target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cuda", 0)
@@ -100,14 +121,17 @@ def generated_module(graph: GraphLowering) -> ModuleType:
 
 
 @contextmanager
-def fake_compiler(launch: Callable[[str, int], None]) -> Iterator[None]:
+def fake_compiler(launch: Callable[[str, int], None], capability: str) -> Iterator[None]:
     """Inside, torch.compile works for the GPU of fake_gpu.py. launch is called for each launch of a
     kernel of Triton's, with its name and the bytes that it reads and writes."""
+    folder = os.environ.get("FAKE_KERNELS")
 
     def compile_kernel(_, name: str, source: str, **options) -> Kernel:
+        if folder:
+            Path(folder, f"{len(os.listdir(folder)):03}-{name}.py").write_text(source)
         return Kernel(launch, name, source)
 
-    properties = SimpleNamespace(**H100)
+    properties = SimpleNamespace(**properties_of(capability))
     rng_state = torch.zeros(16, dtype=torch.uint8)
     stand_ins = {
         (GraphLowering, "compile_to_module"): generated_module,
@@ -132,7 +156,7 @@ def fake_compiler(launch: Callable[[str, int], None]) -> Iterator[None]:
         (CudaInterface, "is_available"): lambda: True,
         (CudaInterface, "current_device"): lambda: 0,
         (CudaInterface, "get_device_properties"): lambda _=None: properties,
-        (CudaInterface, "get_compute_capability"): lambda _=None: 90,
+        (CudaInterface, "get_compute_capability"): lambda _=None: int(capability.replace(".", "")),
         (CudaInterface, "get_raw_stream"): lambda _: 0,
         (CudaInterface, "synchronize"): lambda _=None: None,
         (CudaInterface.Worker, "current_device"): lambda: 0,
@@ -161,5 +185,5 @@ def fake_compiler(launch: Callable[[str, int], None]) -> Iterator[None]:
         changes["profile_bandwidth"] = True  # writes kernel_num_gb into each kernel's source
         stack.enter_context(torch._inductor.config.patch(changes))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-        triton.runtime.driver.set_active(Driver())
+        triton.runtime.driver.set_active(Driver(capability))
         yield

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 TORCH = Path(importlib.util.find_spec("torch").origin).parent  # found, not imported: it would ask
@@ -37,8 +38,9 @@ for library in (TORCH / "lib" / "libtorch_cpu.so", os.environ["FAKE_GPU"]):  # f
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
@@ -182,7 +184,14 @@ def fake_gpu(gib: float, capability: str) -> Iterator[Device]:
         (torch.backends.mps, "is_available"): lambda: kind == "mps",
         (torch.cuda, "set_device"): lambda device: None,
         (torch.cuda, "get_device_capability"): lambda device=None: (major, minor),
+        (torch.cuda, "get_device_properties"): lambda device=None: SimpleNamespace(
+            major=major, minor=minor, multi_processor_count=132
+        ),
         (torch.cuda, "get_device_name"): lambda device=None: "a GPU that can't compute",
+        (torch.cuda, "synchronize"): lambda device=None: None,
+        (torch.mps, "synchronize"): lambda: None,
+        (torch.cuda, "empty_cache"): lambda: None,
+        (torch.cuda, "reset_peak_memory_stats"): lambda: None,
         (torch.cuda, "max_memory_allocated"): lambda _=None: device.peak,
         (torch.cuda.amp.common, "amp_definitely_not_available"): lambda: False,
         (torch.cuda, "is_bf16_supported"): lambda including_emulation=True: True,
@@ -207,6 +216,20 @@ def fake_gpu(gib: float, capability: str) -> Iterator[Device]:
         yield device
 
 
+class SplitAsByDDP(nn.Module):
+    """Calls a compiled network as DDP does: with an active DDP, Dynamo splits the graph where the
+    gradients of the layers fill a bucket, so that their sums over the ranks begin early."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, *args):
+        ddp = SimpleNamespace(bucket_bytes_cap=25 * 2**20)  # DDP's default
+        with mock.patch.object(DDP, "_active_ddp_module", ddp):
+            return self.net(*args)
+
+
 def main(gib: str, capability: str, *flags: str) -> int:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as a name
     launches = []  # of the last step
@@ -225,7 +248,11 @@ def main(gib: str, capability: str, *flags: str) -> int:
         if "--compile" in flags:
             from fake_compiler import fake_compiler
 
-            stack.enter_context(fake_compiler(device.launch))
+            stack.enter_context(fake_compiler(device.launch, capability))
+        if os.environ.get("FAKE_DDP"):
+            speed_up = train_gpt2.speed_up
+            split = lambda *args: SplitAsByDDP(speed_up(*args))  # noqa: E731
+            stack.enter_context(mock.patch.object(train_gpt2, "speed_up", split))
         elif "--eval-only" not in flags:  # which compiles nothing, and refuses the flag
             flags = ("--no-compile", *flags)
         code = train_gpt2.main([*flags])

@@ -40,10 +40,15 @@ def on_gpu(
     gib: float = 1000,
     capability: str = "9.0",
     program: Path = PROGRAM,
+    ddp: bool = False,
+    kernels: Path | None = None,
 ) -> dict:
-    """Return what train_gpt2.py and fake_gpu.py found on a stand-in for a GPU of so many GiB."""
+    """Return what train_gpt2.py and fake_gpu.py found on a stand-in for a GPU of so many GiB. With
+    ddp, split the compiled graph as DDP does. Write Triton's kernels into the folder `kernels`."""
     command = [sys.executable, str(program), str(gib), capability, *flags]
     env = os.environ | {"FAKE_GPU": str(library), "OMP_NUM_THREADS": "1"}
+    env |= {"FAKE_DDP": "1"} if ddp else {}
+    env |= {"FAKE_KERNELS": str(kernels)} if kernels else {}
     if capability == "mps":
         env["FAKE_MAC"] = "1"
     with TemporaryDirectory() as folder:
@@ -59,6 +64,7 @@ def step(library: Path, data: Path, model: str, flags: tuple, B: int = 0, **opti
     # two, because the first step has no moments yet
     line = [f"--model={model}", f"--data-dir={data}", "--steps=2", "--eval-tokens=8192"]
     line += ["--sample-tokens=1", f"--batch-tokens={1024 * (2 * B or 64)}"]
+    line.append("--no-muon")  # AdamW keeps two moments of each weight, Muon one
     if B:
         line.append(f"--micro-batch-size={B}")
     return on_gpu(library, *line, *flags, **options)

@@ -1,6 +1,9 @@
 """Tests train_gpt2.py on a GPU that can't compute (fake_gpu.py): what is else looked for by eye."""
 
+import json
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -155,3 +158,36 @@ def test_a_macs_gpu_gets_nothing_that_it_lacks(library, data_dir, tmp_path, more
     assert result["code"] == 0, result["stderr"]
     assert f"step {STEPS}/{STEPS}" in result["stdout"]
     assert not {"_pin_memory", "pin_memory"} & result["operations"].keys()
+
+
+LESS_MEMORY = " ".join(memory.LESS)
+CARDS = [("gpt2", card, "") for card in ("8.0", "8.9", "9.0", "10.0", "12.0")]
+CARDS += [("gpt2", "7.5", "--fp16"), ("gpt2", "9.0", "--no-bf16"), ("gpt2", "8.9", LESS_MEMORY)]
+CARDS += [("gpt2-xl", "7.5", f"--fp16 {LESS_MEMORY}"), ("gpt2-xl", "9.0", LESS_MEMORY)]
+
+
+def kernels_of(folder: Path, capability: str) -> dict:
+    program = Path(stand_in.__file__).with_name("ptx.py")
+    command = [sys.executable, program, folder, capability]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("model", "card", "more"), CARDS)
+def test_each_kernel_compiles_without_spilling(library, shards, tmp_path, model, card, more):
+    """Inductor tries several configurations of some kernels, of which one must do."""
+    flags = ("--compile", "--n-layer=2", *more.split())
+    found = stand_in.step(library, shards, model, flags, B=4, capability=card, kernels=tmp_path)
+    assert found["code"] == 0, found["stderr"]
+    compiled = kernels_of(tmp_path, card)
+    names, good = set(), set()
+    for row in compiled["rows"]:
+        names.add(row["kernel"])
+        fits = row.get("shared_memory", 1 << 30) <= compiled["shared_memory"]
+        if fits and row["stack"] <= 16:  # a frame of its own takes up to 16 bytes
+            good.add(row["kernel"])
+    assert len(names) > 20 and good == names, [
+        row for row in compiled["rows"] if row["kernel"] not in good
+    ]
