@@ -35,7 +35,8 @@ class TrainConfig:
     data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
     shuffle: bool = flag(True, "reorder the sequences in each epoch", "refuse")
     seq_len: int = flag(1024, "tokens per sequence", "refuse", min=1)
-    batch_tokens: int = flag(2**19, "tokens per step, over all ranks", min=1)  # as in the lecture
+    # As in the lecture.
+    batch_tokens: int = flag(2**19, "tokens per step, over all ranks (first run: 65536)", min=1)
     # 20 batches, as in build-nanogpt's published curve.
     eval_tokens: int = flag(10_485_760, "validation tokens, at most the whole split; 0: none")
 
@@ -44,17 +45,18 @@ class TrainConfig:
     n_embd: int = flag(768, "channels of the residual stream", "refuse", min=1)
     dropout: float = flag(0.0, "probability of zeroing an activation", max=0.99)
 
-    steps: int = flag(50, "optimizer steps", min=1, group="optimization")  # as in the lecture
+    # As in the lecture.
+    steps: int = flag(50, "steps (without --data-dir: up to 240)", min=1, group="optimization")
     # 375 million tokens, as in GPT-3.
     warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
-    learning_rate: float = flag(6e-4, "peak learning rate; with --muon it depends on --n-embd")
+    learning_rate: float = flag(6e-4, "peak of AdamW's learning rate; Muon's depends on --n-embd")
     schedule: str = flag("cosine", "learning rate after the warm-up", "allow", SCHEDULES)
     decay_to: float = flag(0.1, "final rate of cosine and wsd, as a fraction of the peak", max=1)
     decay_share: float = flag(0.2, "wsd: the final decay, as a fraction of the steps", max=1)
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
     beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9; 0.8 with --muon)", max=0.999)
-    muon: bool = flag(False, "Muon for the blocks' matrices, AdamW for the rest", "refuse")
+    muon: bool = flag(True, "Muon for the matrices of new weights; --no-muon: AdamW", "refuse")
 
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
     log_every: int = flag(0, "steps per printed line; 0: 1 on a terminal, else 1/20 of the run")
@@ -62,7 +64,7 @@ class TrainConfig:
     wandb: bool = flag(False, "also log to Weights & Biases")
 
     num_samples: int = flag(1, "samples at each evaluation; 0: none", group="samples")
-    sample_tokens: int = flag(200, "tokens per sample", min=1)
+    sample_tokens: int = flag(200, "most tokens per sample", min=1)
     prompt: str = flag("", "text to continue (default: the start of a document)")
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
@@ -137,21 +139,26 @@ class TrainConfig:
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
 
 # Learning rates and batch sizes are those of GPT-3 models of similar size (Brown et al. 2020, table
-# 2.1). For nano, they are the values with the lowest validation loss after 1,200 steps.
+# 2.1). Those of nano were chosen by its validation loss in the time of 700 steps.
 RECIPES: dict[str, dict] = {
     "gpt2": {},
     "gpt2-medium": {"learning_rate": 3e-4},
     "gpt2-large": {"learning_rate": 2.5e-4},
     "gpt2-xl": {"learning_rate": 2e-4, "batch_tokens": 1_048_576},
-    "nano": {"learning_rate": 8e-3, "batch_tokens": 2048, "steps": 1200, "warmup_steps": 50},
+    "nano": {"learning_rate": 4e-3, "batch_tokens": 2048, "steps": 700, "warmup_steps": 50},
 }
-RECIPES["nano"] |= {"muon": True, "eval_every": 600, "eval_tokens": 262_144}
+RECIPES["nano"] |= {"schedule": "wsd", "decay_share": 0.8, "decay_to": 0.0}
+RECIPES["nano"] |= {"eval_every": 350, "eval_tokens": 262_144}
 for _model, _recipe in RECIPES.items():
     for _name in ("seq_len", "n_layer", "n_head", "n_embd"):
         _recipe[_name] = getattr(SHAPES[_model], _name)
 
 # For --init-from: trained weights need a small rate and batch. nanoGPT finetunes with these.
-FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768}
+FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768, "muon": False}
+
+# For models larger than nano without --data-dir: half a minute on an H100. choices.py
+# takes fewer steps on a slow device.
+FIRST_RUN = {"batch_tokens": 65_536, "steps": 240}
 
 
 def muon_learning_rate(n_embd: int) -> float:
@@ -208,40 +215,57 @@ def read_flags(argv: list[str], doc: str) -> dict:
 
 
 def resolve(
-    typed: dict, state: dict | None, source: Pretrained | None, device: torch.device
+    typed: dict, state: dict | None, pretrained: Pretrained | None, device: torch.device
 ) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the run's flags, and the reason for each speed-up that is off by default. Each value
+    """Return the run's flags, and the reasons for those that depend on this machine. Each value
     comes from the first layer that has one: the command line; a resumed run's checkpoint (state);
-    the rules below, which depend on other flags; the starting weights (source); the recipe; or the
-    defaults. Raise UserError if the command line or checkpoint can't be honored."""
-    asked = ChainMap(typed, saved_flags(state, device) if state else {})
-    weights = flags_of_weights(source, asked) if source else {}
+    the rules below, which depend on other flags; the starting weights (pretrained); the recipe; or
+    the defaults. Raise UserError if the command line or checkpoint can't be honored."""
+    asked = asked_flags(typed, state, device)
+    weights = flags_of_weights(pretrained, asked) if pretrained else {}
     has_gpu = device.type == "cuda"
     model = asked.get("model") or weights.get("model") or ("gpt2" if has_gpu else "nano")
     rules: dict = {}  # filled below; `flags` reads it, so the order of the rules matters
     flags = ChainMap(*asked.maps, rules, weights, {"model": model}, RECIPES[model], DEFAULTS)
 
-    if flags["muon"]:
-        # With Muon, AdamW trains only embeddings and vectors, for which beta1 = 0.8 beat 0.9.
-        rules |= {"beta1": 0.8, "learning_rate": muon_learning_rate(flags["n_embd"])}
-    if flags["init_from"]:
-        rules |= FINETUNE
-    # A warm-up of 715 steps would fill most of a short run. The lecture warms up for a fifth of it.
-    rules["warmup_steps"] = min(flags["warmup_steps"], flags["steps"] // 5)
-    if not flags["data_dir"] and not flags["init_from"]:
-        rules["prompt"] = "def "  # the data is Python's standard library
-    if not has_gpu and model != "nano":
-        rules["eval_tokens"] = 8192  # takes half a minute on a CPU instead of hours
-    off = speed_ups_off(device, model, flags["seq_len"], asked)
+    off = speed_ups_off(device, model, asked)
+    reasons = {f"--no-{name}": f"{name} {reason}" for name, reason in off.items()}
     rules |= dict.fromkeys(off, False)
     if has_gpu and "bf16" in off:
         rules["fp16"] = True  # a T4 or V100 has float16 in hardware
     if asked.get("fp16"):
         rules["bf16"] = False
+    if device.type == "cpu":  # choices.py measures whether they are faster
+        rules |= {"bf16": bool(asked.get("bf16_residual")), "compile": False}
+    if flags["init_from"]:
+        rules |= FINETUNE
+    elif not flags["data_dir"]:
+        rules["prompt"] = "def "  # the data is Python's standard library
+        rules |= FIRST_RUN if model != "nano" else {}
+    # Muon's products take 300 * n_layer * n_embd**3 FLOPs a step, however many tokens it has: for
+    # GPT-2 124M, half as many as those of 4,400 tokens.
+    fewest = 6 * flags["n_embd"] if model != "nano" else 0  # nano is quick with either
+    if flags["batch_tokens"] < fewest and flags["muon"] and "muon" not in asked:
+        rules["muon"] = False
+        reasons["--no-muon"] = f"Muon would take over a third of a step below {fewest} tokens"
+    if flags["muon"]:
+        # With Muon, AdamW trains only embeddings and vectors, for which beta1 = 0.8 beat 0.9.
+        rules["beta1"] = 0.8
+        if not flags["init_from"]:
+            rules["learning_rate"] = muon_learning_rate(flags["n_embd"])
+    # A warm-up of 715 steps would fill most of a short run. The lecture warms up for a fifth of it.
+    rules["warmup_steps"] = min(flags["warmup_steps"], flags["steps"] // 5)
+    if not has_gpu and model != "nano":
+        rules["eval_tokens"] = 8192  # takes half a minute on a CPU instead of hours
     # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
-    return TrainConfig(**flags), off
+    return TrainConfig(**flags), reasons
+
+
+def asked_flags(typed: dict, state: dict | None, device: torch.device) -> ChainMap:
+    """Return the flags that the user typed, or typed when the resumed run began."""
+    return ChainMap(typed, saved_flags(state, device) if state else {})
 
 
 def has_moved(state: dict, device: torch.device) -> bool:
@@ -259,14 +283,14 @@ def saved_flags(state: dict, device: torch.device) -> dict:
     return {name: state["config"].get(name, DEFAULTS[name]) for name in DEFAULTS.keys() - dropped}
 
 
-def flags_of_weights(source: Pretrained, asked: ChainMap) -> dict:
+def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
     """Return the flags that the weights determine. Raise UserError if `asked` contradicts them."""
-    shape = asdict(source.shape)
+    shape = asdict(pretrained.shape)
     del shape["vocab_size"], shape["pad_vocab"]
     for name, value in shape.items():
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
-            has = f"{source.path} has {typed_as(name, value)}"
+            has = f"{pretrained.path} has {typed_as(name, value)}"
             raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out")
     for model, known in SHAPES.items():
         if all(shape[name] == getattr(known, name) for name in ("n_layer", "n_head", "n_embd")):

@@ -9,6 +9,7 @@ A shard is a file of little-endian uint16 tokens in one of three formats, recogn
 import hashlib
 import json
 import os
+import re
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -105,11 +106,14 @@ def recognize(path: Path) -> Shard:
     if (magic, version) == (MAGIC, VERSION):
         return Shard(path, HEADER_BYTES, num_tokens)
     if head.startswith(b"\x93NUMPY"):
-        with warnings.catch_warnings(action="ignore"):  # numpy warns about Python 2's headers
-            array = np.load(path, mmap_mode="r")  # reads the header only
-        if array.dtype != TOKEN or array.ndim != 1:
-            raise ValueError(f"holds {array.dtype} of shape {array.shape}, not a row of uint16")
-        return Shard(path, array.offset, len(array))
+        with warnings.catch_warnings(action="ignore"), open(path, "rb") as f:
+            np.lib.format.read_magic(f)
+            # numpy.save writes version 1.0 for numbers. numpy warns about the headers of Python 2.
+            shape, _, dtype = np.lib.format.read_array_header_1_0(f)
+            offset = f.tell()
+        if dtype != TOKEN or len(shape) != 1:
+            raise ValueError(f"holds {dtype} of shape {shape}, not a row of uint16")
+        return Shard(path, offset, shape[0])
     if path.name not in ("train.bin", "val.bin"):
         raise ValueError(f"starts with {magic}, {version} instead of {MAGIC}, {VERSION}")
     # nanoGPT's format has no header, so check that the first million values look like tokens.
@@ -126,56 +130,106 @@ class TokenFolder:
     folder: Path
     train: list[Shard]
     val: list[Shard]
-    tokenizer: str  # "bytes", "gpt2" or "unknown"
+    tokenizer: str  # its name, or "unknown"
+    vocab_size: int  # ids are below it
     fingerprint: str  # of the tokens and their order, not of file names
+    notes: list[str]  # what was left out or assumed
 
 
-def open_folder(path: Path) -> TokenFolder:
-    """Return a folder's shards, per its manifest, if any. Raise ShardError if a split has none."""
+def open_folder(
+    path: Path, tokenizer: str = "gpt2", vocab_size: int = VOCAB_SIZES["gpt2"]
+) -> TokenFolder:
+    """Return a folder's shards. Those of another program, which come without a manifest, are
+    assumed to hold tokens of `tokenizer`. Raise ShardError if a split has no shards."""
     cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
     if not os.path.isdir(path):
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
-    splits: dict[str, list[Shard]] = {"train": [], "val": []}
-    digest = hashlib.sha256()
     if (path / MANIFEST).is_file():  # reading a pipe would wait forever
-        manifest = read_manifest(path / MANIFEST)
-        tokenizer = manifest["tokenizer"]["name"]
-        for split, shards in splits.items():
-            for entry in manifest[split]["shards"]:
-                shard = open_shard(path / entry["name"])
-                if shard.num_tokens != entry["tokens"]:
-                    raise ShardError(f"{shard.path} is not the shard that {MANIFEST} describes")
-                shards.append(replace(shard, max_id=entry["largest_id"]))
-                digest.update(f"{split} {entry['sha256']} ".encode())
+        data = open_prepared(path)
     elif (path / UNFINISHED).exists():
         cure = f"repeat the {PREPARE} command that began it"
         raise ShardError(f"--data-dir {path} is unfinished: {cure}")
+    elif (path / "meta.pkl").exists():  # nanoGPT's data by character
+        data = open_others(path, "unknown", 1 << 16)
     else:
-        tokenizer = "unknown" if (path / "meta.pkl").exists() else "gpt2"  # nanoGPT, by character
-        for file in sorted(path.iterdir()):
-            names = [split for split in splits if split in file.name]
-            if file.suffix in (".bin", ".npy") and len(names) == 1:
-                shard = replace(open_shard(file), max_id=VOCAB_SIZES.get(tokenizer, 65536) - 1)
-                splits[names[0]].append(shard)
-                digest.update(f"{names[0]} {shard.num_tokens} ".encode() + shard.samples())
-    empty = [split for split, shards in splits.items() if not shards]
-    problem = f"has no {empty[0]} shards" if empty else ""
-    if len(empty) == 2:
+        data = open_others(path, tokenizer, vocab_size)
+    if data.train and data.val:
+        return data
+    problem = f"has no {'val' if data.train else 'train'} shards"
+    if not data.train and not data.val:
         problem = "holds no shards of tokens"
         tokens = f"data/{path.resolve().name}-tokens"
         cure = f"to make some from its text: python {PREPARE} --input {path} --data-dir {tokens}"
         below = [str(manifest.parent) for manifest in sorted(path.glob(f"*/{MANIFEST}"))]
         cure = f"name {' or '.join(below)}" if below else cure
-    if problem:
-        raise ShardError(f"--data-dir {path} {problem}: {cure}")
-    return TokenFolder(path, splits["train"], splits["val"], tokenizer, digest.hexdigest()[:16])
+    raise ShardError("; ".join([f"--data-dir {path} {problem}: {cure}", *data.notes]))
+
+
+def open_prepared(path: Path) -> TokenFolder:
+    """Return the shards that a folder's manifest lists."""
+    manifest = read_manifest(path / MANIFEST)
+    splits: dict[str, list[Shard]] = {"train": [], "val": []}
+    digest = hashlib.sha256()
+    for split, shards in splits.items():
+        for entry in manifest[split]["shards"]:
+            shard = open_shard(path / entry["name"])
+            if shard.num_tokens != entry["tokens"]:
+                raise ShardError(f"{shard.path} is not the shard that {MANIFEST} describes")
+            shards.append(replace(shard, max_id=entry["largest_id"]))
+            digest.update(f"{split} {entry['sha256']} ".encode())
+    name, size = manifest["tokenizer"]["name"], manifest["tokenizer"]["vocab_size"]
+    fingerprint = digest.hexdigest()[:16]
+    return TokenFolder(path, splits["train"], splits["val"], name, size, fingerprint, [])
+
+
+def open_others(path: Path, tokenizer: str, vocab_size: int) -> TokenFolder:
+    """Return the shards in a folder whose names say train or val, and note the others."""
+    splits: dict[str, list[Shard]] = {"train": [], "val": []}
+    seen: dict[bytes, str] = {}  # content -> file name
+    notes = []
+    for file in sorted(path.iterdir()):
+        if file.suffix not in (".bin", ".npy"):
+            continue
+        split = split_of(file.name)
+        if not split:
+            notes.append(f"left out: {file.name}, whose name must say either train or val")
+            continue
+        shard = replace(open_shard(file), max_id=vocab_size - 1)
+        content = f"{split} {shard.num_tokens} ".encode() + shard.samples()
+        if content in seen:
+            notes.append(f"left out: {file.name}, a copy of {seen[content]}")
+            continue
+        seen[content] = file.name
+        splits[split].append(shard)
+    fingerprint = hashlib.sha256(b"".join(seen)).hexdigest()[:16]
+    if tokenizer == "unknown":
+        notes.append(f"{path}/meta.pkl, a pickle, is not read: no samples and no bits per byte")
+    else:
+        notes.append(f"{path} has no {MANIFEST}: assumed {tokenizer} tokens")
+    return TokenFolder(
+        path, splits["train"], splits["val"], tokenizer, vocab_size, fingerprint, notes
+    )
+
+
+def split_of(name: str) -> str:
+    """Return the split that a file's name says: "train", "val", or "" if it says neither or both.
+    Whole words count more than parts of words: medieval_train.bin is for training."""
+    for pattern in ("(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", "(train|val)"):
+        found = {match[1] for match in re.finditer(pattern, name.lower())}
+        if found:
+            return found.pop() if len(found) == 1 else ""
+    return ""
 
 
 def read_manifest(path: Path) -> dict:
     """Return a folder's manifest. Raise ShardError if it lacks anything that we need."""
     try:
         manifest = json.loads(path.read_bytes())
-        manifest["tokenizer"]["name"] = str(manifest["tokenizer"]["name"])
+        tokenizer = manifest["tokenizer"]
+        tokenizer["name"] = str(tokenizer["name"])
+        # Older manifests have only a name.
+        size = tokenizer.get("vocab_size", VOCAB_SIZES.get(tokenizer["name"], 1 << 16))
+        tokenizer["vocab_size"] = int(size)
         for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
             entry["name"] = Path(str(entry["name"])).name  # never a path to another folder
             entry["sha256"] = str(entry["sha256"])
@@ -267,7 +321,7 @@ class ShardLoader:
         rows = np.stack([self[n] for n in numbers])  # (len(numbers), T + 1)
         x = torch.from_numpy(rows[:, :-1].astype(np.int64))
         y = torch.from_numpy(rows[:, 1:].astype(np.int64))
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             x, y = x.pin_memory(), y.pin_memory()  # the GPU copies them while it computes
         return x, y
 

@@ -1,13 +1,12 @@
-"""Turn text into token shards for train_gpt2.py, or download published shards.
-python prepare_data.py                                           # the standard library, as bytes
+"""Turn text into token shards for train_gpt2.py.
+python prepare_data.py                                           # Python's standard library
 python prepare_data.py --input book.txt --data-dir data/book
-python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer gpt2
-python prepare_data.py --download fineweb-edu --shards 10        # or hellaswag
-python prepare_data.py --verify --data-dir data/web
+python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer bytes
 
-Any text will do: .txt, .md, source code or whole folders. In .jsonl, .json, .csv, .tsv and .parquet
-files, each record is a document, and --text-field names the field that holds its text. To continue
-a preparation or download that was killed, repeat the command.
+Any text will do: .txt, .md, source code or whole folders. In .jsonl, .json, .csv, .tsv, .parquet
+and .arrow files, each record is a document, and --text-field names the field that holds its text.
+What is skipped or assumed is said at the end. To continue a preparation that was killed, or to
+check the shards of a complete one, repeat the command.
 """
 
 import hashlib
@@ -15,15 +14,18 @@ import json
 import os
 import random
 import re
-import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple, TextIO
 
 import numpy as np
 from filelock import Timeout
@@ -41,37 +43,44 @@ from dataloader import (
 )
 from support import ending
 from support.cli import flag, parse, quoted, spell
+from support.cores import num_cores
 from support.ending import DISK_ERRNOS, DiskError, UserError, print_error
 from support.files import LOCK, FolderLock, rename, sync, whole_file
-from support.inputs import PIECE, RECORDS, Reader, files_in, pieces, standard_library
+from support.inputs import PIECE, Account, Reader, files_in, pieces, standard_library
 from support.log import is_terminal, show
-from support.tokenizer import Tokenizer, require_tokenizer
+from support.tokenizer import (
+    FILES,
+    TOKENIZERS,
+    Tokenizer,
+    read_tokenizer,
+    require_tokenizer,
+    train_tokenizer,
+)
 
-DATASETS = {  # name -> repository on the Hugging Face hub, and the prefix of its shards' names
-    "fineweb-edu": ("karpathy/fineweb-edu-100B-gpt2-token-shards", "edu_fineweb"),  # 1,001 shards
-    "fineweb": ("kjj0/fineweb10B-gpt2", "fineweb"),  # 103
-}
 SYNONYMS = {"--out": "--data-dir", "--val-tokens": "--val-fraction"}
-TEXT_FLAGS = ("tokenizer", "text_field", "shard_tokens", "val_fraction", "seed")
+SYNONYMS |= {"--verify": "the command that made the shards, repeated"}
+FORMAT = 2  # of manifests; a change of what a batch holds needs a new number
+FREE_FLAGS = "input", "data_dir", "workers"  # a repeated command may change these
+MIN_FOR_WORKERS = 1 << 22  # bytes of input
+SAMPLE_BYTES = 1 << 24  # of text to train a tokenizer on
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    input: tuple = flag((), "files, folders, 'patterns'; none: Python's source", group="source")
-    download: str = flag("", "data set to fetch instead", choices=(*DATASETS, "hellaswag"))
-    verify: bool = flag(False, "only compare shards with the SHA-256 in their manifest")
-    data_dir: str = flag("", "folder to write (default: data/NAME; --input needs one)", group="how")
-    tokenizer: str = flag("bytes", "GPT-2's tokens, or bytes as tokens", choices=(*VOCAB_SIZES,))
+    input: tuple = flag((), "files, folders, 'patterns'; none: Python's source")
+    data_dir: str = flag("", "folder to write (default: data/stdlib-TOKENIZER; --input needs one)")
+    tokenizer: str = flag("bpe", "bpe (trained on the text), bytes, gpt2, or a folder with one")
+    vocab_size: int = flag(4096, "bpe: the number of tokens", min=258, max=1 << 16)
     text_field: str = flag("text", "field of a record that holds its text")
+    encoding: str = flag("", "encoding of all texts (default: found for each file)")
     shard_tokens: int = flag(100_000_000, "tokens per shard", min=1024)
     val_fraction: float = flag(0.01, "share of documents for validation", min=1e-5, max=0.5)
     seed: int = flag(1337, "seed for the validation split", min=0)
-    workers: int = flag(os.cpu_count() or 1, "gpt2: tokenizer threads (default: one per core)")
-    shards: int = flag(100, "training shards of 100M tokens", min=1)
+    workers: int = flag(num_cores(), "tokenizer processes (default: one per core)")
 
     @property
     def folder(self) -> Path:
-        return Path(self.data_dir or f"data/{self.download or f'stdlib-{self.tokenizer}'}")
+        return Path(self.data_dir or f"data/stdlib-{Path(self.tokenizer).name}")
 
 
 def parse_args(argv: list[str]) -> PrepareConfig:
@@ -79,28 +88,29 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     if argv and not argv[0].startswith("-"):
         raise UserError(f"did you mean --input {quoted(*argv)}?")
     typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
-    if "shards" in typed and "download" not in typed:
-        raise UserError(f"--shards {typed['shards']} needs --download: name what to fetch")
-    names = [name for name in ("input", "download", "verify") if typed.get(name)]
-    if names in (["download"], ["verify"]):
-        names += [name for name in (*TEXT_FLAGS, "workers") if name in typed]
-    if len(names) > 1:
-        raise UserError(f"{' and '.join(map(spell, names))} conflict: leave one out")
     config = PrepareConfig(**typed)
-    if not config.data_dir and (config.input or config.verify):
-        raise UserError(f"--{names[0]} needs --data-dir, for example --data-dir data/book")
+    if "vocab_size" in typed and config.tokenizer != "bpe":
+        raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
+    if config.tokenizer not in (*VOCAB_SIZES, "bpe"):
+        folder_tokenizer(config.tokenizer)  # raises if it holds none
+    num_bytes = 0 if config.input else sum(map(os.path.getsize, standard_library()))
+    if not config.input and "val_fraction" not in typed and num_bytes < 20e6:
+        # Debian's Python comes without its tests. A hundredth of it would be three files.
+        config = replace(config, val_fraction=0.05)
+    if config.input and not config.data_dir:
+        raise UserError("--input needs --data-dir, for example --data-dir data/book")
     return config
 
 
 class Batch(NamedTuple):
-    """About 512 KiB of text from one split, which a thread tokenizes in one call."""
+    """About 512 KiB of text from one split, which a worker tokenizes in one call."""
 
     number: int  # from 1
     split: str
     parts: list[tuple[bool, bytes]]  # whether the text begins a document, and the text
 
 
-def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, BinaryIO]]:
+def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, TextIO]]:
     """Yield each document: whether it is for validation, its size in bytes, and its text. The seed
     and the document's number decide the split. The first document is always for training."""
     rng = random.Random(config.seed)
@@ -111,8 +121,8 @@ def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int
 
 def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
     """Yield all text. If no document is drawn for validation, use the last tenth of each one."""
-    peek = Reader(reader.files, reader.text_field)
-    cuts_each = not any(is_val and size for is_val, size, _ in documents(peek, config))
+    drawn = documents(reader.again(), config)
+    cuts_each = not any(is_val and size for is_val, size, _ in drawn)
     numbers = count(1)
     parts: dict[str, list] = {"train": [], "val": []}  # each split's next batch
     sizes = {"train": 0, "val": 0}  # bytes in parts
@@ -131,7 +141,7 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
         yield Batch(next(numbers), split, parts[split])
 
 
-def divided(stream: BinaryIO, val_start: int) -> Iterator[tuple[str, bytes]]:
+def divided(stream: TextIO, val_start: int) -> Iterator[tuple[str, bytes]]:
     """Yield the pieces of a document, each with its split. Validation begins at byte val_start."""
     for piece in pieces(stream):
         at = min(max(val_start, 0), len(piece))
@@ -144,8 +154,9 @@ def divided(stream: BinaryIO, val_start: int) -> Iterator[tuple[str, bytes]]:
         val_start -= len(piece)
 
 
-def tokenize(tokenizer: Tokenizer, parts: list[tuple[bool, bytes]]) -> np.ndarray:
+def tokenize(name: str, parts: list[tuple[bool, bytes]]) -> np.ndarray:
     """Return a batch's tokens as uint16; each document begins with <|endoftext|>."""
+    tokenizer = TOKENIZERS[name]
     tokens = [np.empty(0, TOKEN)]  # the last batch may have no parts
     for begins, text in parts:
         if begins:
@@ -154,14 +165,32 @@ def tokenize(tokenizer: Tokenizer, parts: list[tuple[bool, bytes]]) -> np.ndarra
     return np.concatenate(tokens, dtype=TOKEN, casting="unsafe")
 
 
-def tokenized(todo: Iterator[Batch], config: PrepareConfig) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Yield each batch with its tokens, in order. Threads help, since tiktoken releases the GIL."""
-    tokenizer = require_tokenizer(config.tokenizer, may_download=True)
-    with ThreadPoolExecutor(config.workers or 1) as pool:
+def start_worker(folder: Path):
+    """Load the tokenizer in a new process, which leaves Ctrl-C to its parent and ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    read_tokenizer(folder)
+
+
+def end_with_parent():
+    parent_process().join()  # returns even if the parent is killed
+    os._exit(1)
+
+
+def tokenized(
+    todo: Iterator[Batch], name: str, folder: Path, workers: int
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    """Yield each batch with its tokens, in order. The tokenizer of this name is also in folder."""
+    if workers < 2:
+        for batch in todo:
+            yield batch, tokenize(name, batch.parts)
+        return
+    # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
+    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder,)) as pool:
         running: list = []
         for batch in todo:
-            running.append((batch, pool.submit(tokenize, tokenizer, batch.parts)))
-            if len(running) > 4 * config.workers + 8:  # keep threads busy during a write
+            running.append((batch, pool.submit(tokenize, name, batch.parts)))
+            if len(running) > 4 * workers + 16:  # keep the workers busy during a write
                 batch, future = running.pop(0)
                 yield batch, future.result()
         for batch, future in running:
@@ -195,35 +224,26 @@ class Split:
                 self.finish_shard()
 
     def finish_shard(self):
+        """Write a shard of the tokens in parts, and the manifest with the shard's entry."""
         path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
-        write_shard(path, self.parts, self.name, self.manifest, self.end)
+        digest = hashlib.sha256()
+        with whole_file(path) as file:
+            for part in (shard_header(self.num_tokens), *self.parts):
+                file.write(part)
+                digest.update(part)
+        end_of_text = self.manifest["tokenizer"]["end_of_text"]
+        entry = {
+            "name": path.name,
+            "tokens": self.num_tokens,
+            "documents": sum(int(np.count_nonzero(part == end_of_text)) for part in self.parts),
+            "largest_id": max(int(part.max()) for part in self.parts),
+            "sha256": digest.hexdigest(),
+            "end": self.end,
+        }
+        self.shards.append(entry)
+        write_manifest(self.folder / UNFINISHED, self.manifest)
         self.parts = []
         self.num_tokens = 0
-
-
-def write_shard(path: Path, parts: list, split: str, manifest: dict, end: list | None = None):
-    """Write a shard of the arrays in `parts`, and the manifest with the shard's entry."""
-    num_tokens = sum(map(len, parts))
-    digest = hashlib.sha256()
-    with whole_file(path) as file:
-        for part in (shard_header(num_tokens), *parts):
-            file.write(part)
-            digest.update(part)
-    end_of_text = VOCAB_SIZES[manifest["tokenizer"]["name"]] - 1
-    entry = {
-        "name": path.name,
-        "tokens": num_tokens,
-        "documents": sum(int(np.count_nonzero(part == end_of_text)) for part in parts),
-        "largest_id": max(int(part.max()) for part in parts),
-        "sha256": digest.hexdigest(),
-    }
-    if end:
-        entry["end"] = end
-    shards = manifest[split]["shards"]
-    others = [old for old in shards if old["name"] != path.name]  # drops a damaged shard's entry
-    shards[:] = sorted([*others, entry], key=lambda shard: shard["name"])
-    # A download, which has no ends, can be used before it is complete.
-    write_manifest(path.with_name(UNFINISHED if end else MANIFEST), manifest)
 
 
 def write_manifest(path: Path, manifest: dict):
@@ -236,55 +256,104 @@ def sha256_of(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def saved_manifest(path: Path, tokenizer: str) -> dict:
-    """Return the manifest at path, or a new one without shards."""
-    if path.exists():
-        return read_manifest(path)
-    return {"tokenizer": {"name": tokenizer}, "train": {"shards": []}, "val": {"shards": []}}
-
-
-def open_manifest(path: Path, config: PrepareConfig, files: list[str]) -> dict:
-    """Return the manifest at path, or a new one. Raise UserError if its flags or text differ."""
+def open_manifest(path: Path, config: PrepareConfig, digest: str) -> dict:
+    """Return the manifest at path, or a new one. Raise UserError if its flags or the digest of all
+    texts differ."""
     folder = path.parent
-    flags = {name: getattr(config, name) for name in TEXT_FLAGS}
-    # Identify files by content, because a copy of the same text has other modification times.
-    digest = hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
-    manifest = saved_manifest(path, config.tokenizer)
-    shards = manifest["train"]["shards"] + manifest["val"]["shards"]
+    flags = {name: value for name, value in vars(config).items() if name not in FREE_FLAGS}
+    if config.tokenizer not in (*VOCAB_SIZES, "bpe"):  # a folder, whose files may change
+        flags["tokenizer"] = folder_tokenizer(config.tokenizer).name
+    manifest = read_manifest(path) if path.exists() else {}
+    shards = manifest["train"]["shards"] + manifest["val"]["shards"] if manifest else []
     if not shards:
-        manifest |= {"tokenizer": {"name": config.tokenizer}, "input": config.input}
-        return manifest | {"flags": flags, "files": digest}
-    old = manifest.get("flags", {})
-    reasons = []
+        manifest = {"format": FORMAT, "input": config.input, "flags": flags, "files": digest}
+        return manifest | {"train": {"shards": []}, "val": {"shards": []}}
+    cure = "remove it, or name another --data-dir"
     for name, value in flags.items():
-        if old.get(name) != value:
-            reasons.append(f"with {spell(name)} {old.get(name)}, not {value}")
+        # Older manifests lack some flags.
+        before = manifest.get("flags", {}).get(name, getattr(PrepareConfig, name))
+        if before != value:
+            made = f"{folder} was made with {spell(name)} {before}, not {value}"
+            raise UserError(f"{made}: use that, {cure}")
     if manifest.get("files") != digest:
-        reasons.append("from other text")
-    if reasons:
-        raise UserError(f"{folder} was made {reasons[0]}: remove it, or name another --data-dir")
+        raise UserError(f"{folder} was made from other text: {cure}")
+    if path.name == UNFINISHED and manifest.get("format") != FORMAT:
+        raise UserError(f"{folder} was made in part by an older version of this code: {cure}")
     for entry in shards:
-        open_shard(folder / entry["name"])  # raises if damaged
+        shard = open_shard(folder / entry["name"])  # raises if it is cut
+        if sha256_of(shard.path) != entry["sha256"]:
+            raise UserError(f"{shard.path} is damaged: remove {folder}, and repeat the command")
     return manifest
 
 
+def make_tokenizer(reader: Reader, config: PrepareConfig) -> Tokenizer:
+    """Return the tokenizer that the flags name. If it is bpe, train it."""
+    name = config.tokenizer
+    if name in VOCAB_SIZES:
+        return require_tokenizer(name, may_download=True)
+    if name == "bpe":
+        return train_tokenizer(training_text(reader, config), config.vocab_size)
+    return folder_tokenizer(name)
+
+
+def folder_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer in the folder that --tokenizer names. Raise UserError if it has none."""
+    tokenizer = read_tokenizer(Path(name))
+    if not tokenizer:
+        kinds = "bpe, bytes, gpt2, or a folder with vocab.json and merges.txt"
+        raise UserError(f"--tokenizer {name} is none of {kinds}")
+    return tokenizer
+
+
+def training_text(reader: Reader, config: PrepareConfig) -> Iterator[str]:
+    """Yield up to SAMPLE_BYTES of the training split, drawn from all of it if it is larger."""
+    rng = random.Random(config.seed)
+    share = SAMPLE_BYTES / (1 + sum(size for size, _ in reader.again().documents()))
+    num_bytes = 0
+    for batch in batches(reader.again(), config):
+        if batch.split == "train" and rng.random() < share:
+            for _, text in batch.parts:
+                yield text.decode(errors="replace")
+                num_bytes += len(text)
+        if num_bytes >= SAMPLE_BYTES:
+            return
+
+
 def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
-    """Write the shards that are not in folder yet, and the manifest."""
-    # Without a manifest, check_no_shards would take a shard for another program's.
+    """Write the tokenizer, the shards that are not in folder yet, and the manifest."""
+    begun = manifest.get("tokenizer")  # open_manifest keeps it only if a shard was written
+    tokenizer = (read_tokenizer(folder) if begun else None) or make_tokenizer(reader, config)
+    TOKENIZERS[tokenizer.name] = tokenizer
+    if begun and begun["name"] != tokenizer.name:
+        text = f"{folder} was begun with {begun['name']} tokens, not {tokenizer.name}"
+        raise UserError(f"{text}: remove it, or name another --data-dir")
+    manifest["tokenizer"] = {
+        "name": tokenizer.name,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.size,
+        "end_of_text": tokenizer.end_of_text,
+    }
+    # Without a manifest, check_unused would take the other files for another program's.
     write_manifest(folder / UNFINISHED, manifest)
+    for name, content in tokenizer.files().items():
+        with whole_file(folder / name) as file:
+            file.write(content)
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
     ends = {name: split.end[0] for name, split in splits.items()}
     # Batches that are already in shards are read, because a document's number decides its split,
     # but not tokenized. Of the last one, only a part may be in a shard.
     todo = (batch for batch in batches(reader, config) if batch.number >= ends[batch.split])
     total = sum(map(os.path.getsize, reader.files))
+    # Bytes take no time, and a small text takes less time than starting a process. On Windows, a
+    # pool can't have more than 61 processes.
+    workers = min(config.workers, 61) if tokenizer.merges and total > MIN_FOR_WORKERS else 1
     with tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar:
-        for batch, tokens in tokenized(todo, config):
+        for batch, tokens in tokenized(todo, tokenizer.name, folder, workers):
             splits[batch.split].add(batch, tokens)
             bar.update(reader.position - bar.n)
     for name, split in splits.items():
         if not split.shards and split.num_tokens < 2:  # 2: an input and its target
-            why = "; ".join(notes(reader)) or "add more text"
+            why = "; ".join(reader.account.lines()) or "add more text"
             raise UserError(f"--input has {split.num_tokens} tokens for {name}, too few: {why}")
     for split in splits.values():
         if split.num_tokens:
@@ -295,146 +364,82 @@ def prepare(config: PrepareConfig):
     """Write the shards of config.folder, and its manifest, which is called UNFINISHED until all
     shards are there."""
     folder = config.folder
-    files = files_in(config.input) if config.input else standard_library()
+    account = Account()
+    files = files_in(config.input, account) if config.input else standard_library()
     # Leave out what this program wrote, which --input . would include.
     files = [file for file in files if not is_ours(Path(file), folder)]
-    has_records = any(RECORDS.search(file.lower()) for file in files)
-    if config.text_field != "text" and not has_records:
-        kinds = ".jsonl, .json, .csv, .tsv and .parquet"
-        raise UserError(f"--text-field is for {kinds}: leave it out, or save a table as .csv")
-    reader = Reader(files, config.text_field)
+    reader = Reader(files, config.text_field, config.encoding, account)
+    reader.check_flags()
+    # Identify files by content, because a copy of the same text has other modification times.
+    digest = hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
     lock = FolderLock(folder)
     if not (folder / MANIFEST).exists():
-        check_no_shards(folder)
+        check_unused(folder)
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
         # Another process that prepares the default data writes the same shards, so wait for it.
         lock.acquire(wait=not config.input)
     try:
         if (folder / MANIFEST).exists():  # maybe since we waited for the lock
-            manifest = open_manifest(folder / MANIFEST, config, files)
+            manifest = open_manifest(folder / MANIFEST, config, digest)
             show("already complete:")
         else:
-            manifest = open_manifest(folder / UNFINISHED, config, files)
+            manifest = open_manifest(folder / UNFINISHED, config, digest)
             write_shards(folder, manifest, reader, config)
+            manifest["account"] = [summary(reader), *reader.account.lines()]
+            write_manifest(folder / UNFINISHED, manifest)
             lock.check()
             rename(folder / UNFINISHED, folder / MANIFEST)
             sync(folder)
     except UserError:
         if lock.locked and not any(folder.glob("*.bin")):  # leave nothing behind
-            (folder / UNFINISHED).unlink(missing_ok=True)
             lock.release()  # Windows can't remove an open file
-            (folder / LOCK).unlink(missing_ok=True)
+            for name in (UNFINISHED, LOCK, *FILES):
+                (folder / name).unlink(missing_ok=True)
             with suppress(OSError):  # the folder holds other files
                 folder.rmdir()
         raise
     finally:
         lock.release()
-    report(folder, manifest, notes(reader))
+    report(folder, manifest)
 
 
 def is_ours(path: Path, folder: Path) -> bool:
     """Return whether this program writes a file with this name into folder."""
-    name = r"((train|val)_\d{6}\.bin|manifest(\.unfinished)?\.json)(\.tmp)?"
+    ours = r"(train|val)_\d{6}\.bin|manifest(\.unfinished)?\.json"
+    name = path.name.removesuffix(".tmp")
     in_folder = os.path.abspath(path.parent) == os.path.abspath(folder)
-    return in_folder and bool(re.fullmatch(name, path.name))
+    return in_folder and (name in FILES or bool(re.fullmatch(ours, name)))
 
 
-def check_no_shards(folder: Path):
-    """Raise UserError if folder holds shards of another program."""
-    others = {path.name for path in folder.glob("*.*") if path.suffix in (".bin", ".npy")}
+def check_unused(folder: Path):
+    """Raise UserError if folder holds shards or a tokenizer of another program."""
+    names = [path.name for path in folder.glob("*.*")]
+    others = [name for name in names if name in FILES or Path(name).suffix in (".bin", ".npy")]
     if others and not (folder / UNFINISHED).exists():
         text = f"--data-dir {folder} holds {min(others)} but no {MANIFEST}"
         raise UserError(f"{text}: choose another")
 
 
-def notes(reader: Reader) -> list[str]:
-    return [f"{what}: {n:,}, the first: {where}" for what, (n, where) in reader.notes.items()]
+def summary(reader: Reader) -> str:
+    """Return one line about all of the input. Documents and skipped records make up its records."""
+    a = reader.account
+    files = f"{a.files - a.files_skipped:,} files read, {a.files_skipped:,} skipped"
+    records = f"{a.records:,} records, {a.records_skipped:,} skipped; {a.documents:,} documents"
+    return f"input: {files}; {records}; {reader.position:,} bytes, {a.text_bytes:,} bytes of text"
 
 
-def report(folder: Path, manifest: dict, lines: list[str]):
-    """Print a summary of folder, then these lines."""
+def report(folder: Path, manifest: dict):
+    """Print what folder holds, and what became of the input."""
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
         tokens = sum(entry["tokens"] for entry in shards)
         num_documents = sum(entry.get("documents", 1) for entry in shards)
         documents = num_documents or "the last tenth of each, since there are too few to draw one"
         show(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
-    for line in [*lines, f"ready: python train_gpt2.py --data-dir {quoted(str(folder))}"]:
+    ready = f"ready: python train_gpt2.py --data-dir {quoted(str(folder))}"
+    for line in [*manifest.get("account", []), ready]:
         show(line.replace("\n", " "))
-
-
-def verify(config: PrepareConfig):
-    """Compare every shard with its SHA-256 in the manifest. Raise UserError if one differs."""
-    manifest = read_manifest(config.folder / MANIFEST)
-    num_damaged = 0
-    for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
-        path = config.folder / entry["name"]
-        is_good = path.is_file() and sha256_of(path) == entry["sha256"]
-        num_damaged += not is_good
-        show(f"{entry['name']}: {'good' if is_good else 'DAMAGED'}")
-    if num_damaged:
-        cure = "remove them and repeat the download, or remove the folder and prepare it again"
-        raise UserError(f"{num_damaged} shards of {config.folder} are damaged or missing: {cure}")
-
-
-def fetch(repository: str, name: str, folder: Path) -> Path:
-    """Download a file from the hub, or the missing part of it, and return its path."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repository, name, repo_type="dataset", local_dir=folder))
-    except Exception as error:  # the library and httpx raise many kinds of errors
-        if getattr(error, "errno", None) in DISK_ERRNOS:
-            raise
-        raise UserError(f"{repository}/{name}: {error}; repeat the command to continue") from error
-
-
-def download(config: PrepareConfig):
-    """Fetch a published data set's shards, except those already in config.folder."""
-    repository, stem = DATASETS[config.download]
-    folder = config.folder
-    manifest = saved_manifest(folder / MANIFEST, "gpt2")
-    for entry in manifest["train"]["shards"] + manifest["val"]["shards"]:
-        if not entry["name"].startswith(f"{stem}_"):
-            raise UserError(f"--data-dir {folder} holds {entry['name']}: choose another")
-    for number in range(config.shards + 1):
-        split = "train" if number else "val"
-        name = f"{stem}_{split}_{number:06d}.bin"
-        names = [entry["name"] for entry in manifest[split]["shards"]]
-        if name in names and (folder / name).exists():
-            continue
-        path = fetch(repository, name, folder / ".download")
-        try:
-            shard = replace(open_shard(path), max_id=VOCAB_SIZES["gpt2"] - 1)
-            tokens = shard.read(0, shard.num_tokens)  # raises if an id is too large
-            write_shard(folder / name, [tokens], split, manifest)
-        finally:
-            path.unlink()  # a damaged file would otherwise not be fetched again
-    lines = []
-    try:  # download it now: a run needs it for samples, questions and bits per byte
-        require_tokenizer("gpt2", may_download=True)
-    except UserError as error:
-        lines = [f"GPT-2's vocabulary is missing: {error}"]
-    report(folder, manifest, lines)
-
-
-def download_questions(config: PrepareConfig):
-    """Fetch HellaSwag's validation split, and write it as JSON lines."""
-    import pyarrow.parquet
-
-    folder = config.folder / ".download"
-    path = fetch("Rowan/hellaswag", "data/validation-00000-of-00001.parquet", folder)
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        path.unlink()
-        raise UserError(f"{path} is an incomplete parquet file: {error}") from error
-    target = config.folder / "hellaswag_val.jsonl"
-    with whole_file(target) as file:
-        for row in rows:
-            file.write(json.dumps(row).encode() + b"\n")
-    show(f"ready: python train_gpt2.py --hellaswag {quoted(str(target))}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -444,23 +449,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         config = parse_args(sys.argv[1:] if argv is None else argv)
-        if config.verify:
-            verify(config)
-        elif config.download:
-            config.folder.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock(config.folder)
-            lock.acquire()  # until main returns
-            if config.download == "hellaswag":
-                download_questions(config)
-            else:
-                download(config)
-            shutil.rmtree(config.folder / ".download", ignore_errors=True)
-        else:
-            prepare(config)
+        prepare(config)
         return ending.DONE
     except KeyboardInterrupt:
         print_error("stopped; repeat the command to continue")
         return ending.INTERRUPTED
+    except BrokenProcessPool:
+        cure = "for lack of memory? Repeat the command, with fewer --workers"
+        print_error(f"error: a tokenizer process was killed, {cure}")
     except ImportError as error:
         print_error(f"error: {error.name} is missing: pip install {error.name}")
     except Timeout as error:

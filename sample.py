@@ -43,7 +43,7 @@ class SampleConfig:
     model: str = flag("", "a run, a checkpoint, weights, or a name on the hub", group="argument")
     prompt: str = flag("", "text to continue, or FILE:NAME to read it (--start works too)")
     num_samples: int = flag(1, "samples per prompt", min=1)
-    sample_tokens: int = flag(200, "tokens per sample", min=1)
+    sample_tokens: int = flag(200, "most tokens per sample", min=1)
     temperature: float = flag(0.8, "sampling temperature; 0: always take the likeliest token")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
     seed: int = flag(1337, "the same seed gives the same samples")
@@ -97,11 +97,11 @@ def show_samples(flags: SampleConfig, prompts: Iterable[str]):
     name = flags.model or str(choose_out_dir("", resume=True))
     if not flags.model and not os.path.exists(name):
         raise UserError("there is no run in out/: name a run, a checkpoint, or other weights")
-    model, source = checkpoint.open_model(name)
+    model, pretrained = checkpoint.open_model(name)
     model.to(find_world({}, torch.cuda.device_count(), flags.device).device)
     on_terminal = log.is_terminal(sys.stdin)
     if on_terminal:
-        ending.print_error(f"sampling from {source.path}")
+        ending.print_error(f"sampling from {pretrained.path}")
     sampling = asdict(flags) | {"model": "gpt2", "bf16": False, "warmup_steps": 0}
     for i, prompt in enumerate(prompts):
         try:
@@ -112,7 +112,7 @@ def show_samples(flags: SampleConfig, prompts: Iterable[str]):
         for number in range(config.num_samples):
             if number or (i and not on_terminal):
                 log.show("---")
-            for piece in sample(model, source.tokenizer, config, number):
+            for piece in sample(model, pretrained.tokenizer, config, number):
                 log.show(piece, end="")
             log.show("")
 

@@ -7,18 +7,20 @@ python train_gpt2.py --data-dir data/mine --out-dir out/mine --resume
 import os
 import sys
 
-from support import ending
+from support import cores, ending
 
-# By default, a waiting OpenMP thread spins 300,000 times and so occupies a core that other threads
-# may need. With four busy programs on two cores, a lower count cuts nano's step time from 2,100 to
-# 380 ms; on an idle machine, it costs 2%. torch reads this variable once, when it is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# By default, a waiting OpenMP thread spins 300,000 times, which occupies a core. On an idle machine
+# this saves up to a fifth of a step. If other programs need the cores, it costs far more: with four
+# of them on two cores, a step of nano took 2,100 ms, and 380 ms with a lower count. torch reads
+# this variable once, when it is imported.
+if cores.busy_share() > 0.25 or os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if __name__ == "__main__":
     ending.guard_imports()
 
 import math
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +28,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from config import TrainConfig, read_flags, resolve
-from dataloader import ShardLoader, TokenFolder, open_folder
+from config import TrainConfig, asked_flags, read_flags, resolve
+from dataloader import ShardLoader, TokenFolder
 from model import GPT
-from support import checkpoint, corpus, device, evaluate, fit, log, report, run_folder
+from support import checkpoint, choices, corpus, device, evaluate, fit, log, report, run_folder
 from support.cli import spell, typed_as
 from support.ending import NumericalError, Phase, UserError, signals
 from support.files import FolderLock
@@ -53,8 +55,12 @@ def set_backends(config: TrainConfig, world: World):
     # Make every CPU deterministic: compiled code would otherwise sum in a varying order.
     on_cpu = world.device.type == "cpu"
     device.set_determinism(config.deterministic or on_cpu, config.compile)
+    if config.compile:
+        device.tag_compiled_code(config.dtype)
     if on_cpu:
         device.set_allocator(keep_freed=not config.recompute)
+    elif world.device.type == "cuda":
+        device.forbid_spilling(world.device)
 
 
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
@@ -63,6 +69,8 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     `module.` prefix, and inputs of other shapes trigger no recompilation."""
     # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
     net: nn.Module = model
+    for name in ("chunked_loss", "loss"):
+        vars(model).pop(name, None)  # what an earlier call set below
     if config.compile:
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
@@ -148,7 +156,8 @@ def train_step(run: Run) -> StepResult:
                 loss = run.net(x, y) / num_micro_batches
             run.scaler.scale(loss).backward()
         loss_of_rank += loss.detach()
-        if i == 1:
+        if i == 1 and run.step == run.first_step:
+            device.wait(world.device)
             report.warn_if_slow(run, (time.perf_counter() - started) / 2 * num_micro_batches)
     run.loader.prefetch()  # while the GPU computes
 
@@ -200,6 +209,9 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
         f" no update; step {run.step} is saved"
     )
     cure = f"try --resume with a --learning-rate below {config.learning_rate}"
+    if math.isfinite(loss) and run.world.device.type == "cuda" and config.flash:
+        # cuDNN's attention was the cause in kyutai-labs/pocket-tts#264.
+        cure += "; if that does not help, try TORCH_CUDNN_SDPA_DEPRIORITIZED=1, which avoids cuDNN"
     run.world.end_all(NumericalError(f"{text}; {cure}"))
 
 
@@ -330,10 +342,10 @@ class Plan(NamedTuple):
     """What the main rank decides before a run starts."""
 
     config: TrainConfig
-    off: dict[str, str]  # speed-ups that are off by default, and why
+    reasons: dict[str, str]  # flags that were chosen for this machine, and why
     is_new: bool  # whether out_dir did not exist yet
     start: Path | None  # the checkpoint or weights that the run starts from
-    source: Pretrained | None  # what is in start, unless several ranks must read it
+    pretrained: Pretrained | None  # what is in start, unless several ranks must read it
     state: dict | None  # state.json, if start is a checkpoint of the run
     data: TokenFolder
     vocab_size: int
@@ -346,18 +358,21 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     is_new = not os.path.exists(out_dir)
     if lock and not is_new:
         run_folder.take_folder(out_dir, lock, is_new)  # before another run adds a checkpoint
-    source, state = find_start(typed, out_dir)
-    config, off = resolve(typed | {"out_dir": str(out_dir)}, state, source, world.device)
+    pretrained, state = find_start(typed, out_dir)
+    config, reasons = resolve(typed | {"out_dir": str(out_dir)}, state, pretrained, world.device)
     if lock:
         config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if fractional
-    data, vocab_size = corpus.open_data(config, source)
+    data, vocab_size = corpus.open_data(config, pretrained)
+    config, measured = choices.choose(config, asked_flags(typed, state, world.device), world)
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
         check_same_run(state, config, data)
-    start = source.path if source else None
+    start = pretrained.path if pretrained else None
     if world.size > 1:
-        source = None  # each rank reads start itself, rather than receive the weights
-    return Plan(config, off, is_new, start, source, state, data, vocab_size, questions)
+        pretrained = None  # each rank reads start itself, rather than receive the weights
+    return Plan(
+        config, reasons | measured, is_new, start, pretrained, state, data, vocab_size, questions
+    )
 
 
 def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | None]:
@@ -404,7 +419,7 @@ def is_complete(plan: Plan, out_dir: Path) -> bool:
 
 def check_files_agree(plan: Plan, world: World):
     """Raise UserError if files on this rank's machine differ from those of the main rank."""
-    found = {"the data": world.call_on_all(open_folder, plan.data.folder).fingerprint}
+    found = {"the data": world.call_on_all(corpus.open_tokens, plan.data.folder).fingerprint}
     if plan.start and plan.state:
         found["the checkpoint"] = checkpoint.fingerprint(plan.start)
     world.check_same(found)
@@ -416,7 +431,7 @@ def make_model(plan: Plan, world: World) -> GPT:
     # With the same seed, every rank draws the same initial weights.
     model = GPT(config.shape(plan.vocab_size), config.compute_config(), config.seed)
     if plan.start:
-        load_weights(model, plan.source or world.call_on_all(read_weights, plan.start))
+        load_weights(model, plan.pretrained or world.call_on_all(read_weights, plan.start))
         check_ranks_agree(model, plan.state["step"] if plan.state else 0, world)
     return model
 
@@ -430,14 +445,35 @@ def check_can_save(model: GPT, plan: Plan, out_dir: Path):
 
 
 def fit_micro_batch(model: GPT, plan: Plan, world: World) -> tuple[nn.Module, int]:
-    """Return the sped-up network, and --micro-batch-size or the largest size that fits."""
-    for B in fit.micro_batch_sizes(model, plan.config, world, plan.state):
-        net = speed_up(model, plan.config, world)
-        if fit.pass_fits(net, B, plan.config, world):
+    """Return the sped-up network, and --micro-batch-size or the largest size that fits. Raise
+    CompileError if the network can't be compiled."""
+    config = plan.config
+    if config.compile and world.is_main:
+        log.show("compiling the network: about half a minute the first time, 10 s later")
+    for B in fit.micro_batch_sizes(model, config, world, plan.state):
+        net = world.call_on_all(speed_up, model, config, world)  # DDP may run out of memory
+        if fit.pass_fits(net, B, config, world):
             return net, B
         del net
         torch.compiler.reset()  # frees the compiled code
-    raise fit.does_not_fit(plan.config)
+    raise fit.does_not_fit(config)
+
+
+def build_net(model: GPT, plan: Plan, typed: dict, world: World) -> tuple[Plan, nn.Module, int]:
+    """Return the plan, the sped-up network and its micro-batch size. If torch can't compile the
+    network on some rank, the plan is one without --compile, unless the user typed that."""
+    try:
+        return plan, *fit_micro_batch(model, plan, world)
+    except fit.CompileError as error:
+        failure = str(error)
+    # We are outside the except, where the error would keep the failed network in memory.
+    if "compile" in typed:
+        raise UserError(f"--compile fails ({failure}): add --no-compile")
+    torch.compiler.reset()
+    reasons = {flag: reason for flag, reason in plan.reasons.items() if flag != "--compile"}
+    reasons["--no-compile"] = f"torch can't compile the network ({failure})"
+    plan = plan._replace(config=replace(plan.config, compile=False), reasons=reasons)
+    return plan, *fit_micro_batch(model, plan, world)
 
 
 def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
@@ -460,7 +496,8 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     if plan.is_new:
         world.call_on_main(run_folder.take_folder, out_dir, lock, plan.is_new)
     model.to(world.device)
-    net, B = fit_micro_batch(model, plan, world)
+    plan, net, B = build_net(model, plan, typed, world)
+    config = plan.config
 
     world.call_on_main(lock.check)
     # Start Weights & Biases before the log, so that a failure comes before anything is logged.
@@ -490,7 +527,7 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     # this now, or a resumed run would differ from an uninterrupted one in the last bits.
     for _ in range(2 if world.size > 1 else 0):
         fit.dummy_pass(net, B, config, world)
-    report.print_start(run, typed, plan.off, state)
+    report.print_start(run, typed, plan.reasons, state)
     return run
 
 
@@ -508,17 +545,19 @@ def evaluate_only(typed: dict, world: World) -> int:
     if any(world.gather(signals.received)):
         raise KeyboardInterrupt  # Python has dropped the first one, so the evaluation was cut short
     if world.is_main:
-        log.show(f"{plan.start}: {text}")
+        log.show("\n".join([*plan.data.notes, f"{plan.start}: {text}"]))
     return ending.DONE
 
 
 def run_program(typed: dict) -> int:
     device.check_torch(torch.__version__)
     world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))
+    if world.device.type == "cuda":
+        device.check_gpu(world.device)
     with process_group(world):
         # With different commands, ranks would wait forever; different devices round differently.
         command = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
-        world.check_same(command | {"the processor or GPU": device.device_name(world.device)})
+        world.check_same(command | {"the processor or GPU": device.rounding(world.device)})
         try:
             if typed.get("eval_only"):
                 return evaluate_only(typed, world)

@@ -94,7 +94,7 @@ def flags() -> str:
     for name in SPEED_UPS:
         no = "" if start["flags"][name] else "no-"
         words.append(f"--{no}{name.replace('_', '-')}")
-    reasons = "; ".join(f"no {name}: {why}" for name, why in start["off"].items())
+    reasons = "; ".join(f"{flag}: {reason}" for flag, reason in start["reasons"].items())
     return f"{' '.join(words)}; {reasons or 'nothing is off'}"
 
 

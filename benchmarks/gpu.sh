@@ -52,7 +52,7 @@ else
     # With the lecture's batch, 1,000 steps would be 75 epochs of this corpus.
     long=(--model gpt2 --steps 1000 --batch-tokens 65536 --eval-every 100)
     gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr -cs 'a-zA-Z0-9\n' -)
-    sizes=(--model gpt2,gpt2-medium,gpt2-large,gpt2-xl --steps 7 --batch-tokens 131072)
+    sizes=(--model gpt2,gpt2-medium,gpt2-large,gpt2-xl --steps 7 --batch-tokens 131072 --no-muon)
 fi
 
 part_1() {

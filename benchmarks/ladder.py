@@ -56,7 +56,7 @@ OTHER_BATCH = {"loss": 5e-2}
 
 
 def base_flags(args: Namespace) -> dict:
-    T = args.seq_len or (128 if args.model == "nano" else 1024)
+    T = args.seq_len or (64 if args.model == "nano" else 1024)
     flags = {"ranks": 1, "model": args.model, "seq-len": T}
     flags |= {"micro-batch-size": args.micro_batch_size, "batch-tokens": args.micro_batch_size * T}
     # A small learning rate that grows. With the lecture's 3e-4 from the start, the first losses of
@@ -273,7 +273,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--model", help="as train_gpt2.py's (default: gpt2 on a GPU, nano without one)")
     add("--micro-batch-size", type=int, default=16, help="sequences per pass (default: 16)")
-    add("--seq-len", type=int, help="tokens per sequence (default: 1024, nano 128)")
+    add("--seq-len", type=int, help="tokens per sequence (default: 1024, nano 64)")
     add("--steps", type=int, help="timed steps of a run (default: 20, nano 40)")
     add("--data-dir", help="folder of token shards (default: Python's own source)")
     add("--only", nargs="+", metavar="RUNG", help="such as tf32, accumulation, '2 ranks'")

@@ -263,7 +263,9 @@ def draw(runs: list[Run], references: list[dict], path: Path):
     titles = dict.fromkeys(f"{run.flags['model']} on {run.data}" for run in runs)
     title = textwrap.fill("; ".join(titles), 120)
     figure.suptitle(title, fontsize=15, parse_math=False)  # a name may hold $
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
+    legend = figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     figure.savefig(path, dpi=200)
     print(path)
 

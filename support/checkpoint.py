@@ -280,13 +280,13 @@ def read_newest(name: str) -> pretrained.Pretrained:
 
 def open_model(name: str) -> tuple[GPT, pretrained.Pretrained]:
     """Return the network that a run, a checkpoint or other weights hold, and the weights."""
-    source = read_newest(name)
-    model = GPT(source.shape).eval()
-    pretrained.load_weights(model, source)
-    return model, source
+    saved = read_newest(name)
+    model = GPT(saved.shape).eval()
+    pretrained.load_weights(model, saved)
+    return model, saved
 
 
 def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
     """Return a run's network and tokenizer (None if not installed), for notebooks and scripts."""
-    model, source = open_model(name)
-    return model, load_tokenizer(source.tokenizer)
+    model, saved = open_model(name)
+    return model, load_tokenizer(saved.tokenizer)

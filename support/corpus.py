@@ -8,38 +8,66 @@ import numpy as np
 
 import dataloader
 from config import TrainConfig
-from dataloader import TOKEN, VOCAB_SIZES, ShardError, ShardLoader, TokenFolder, open_folder
+from dataloader import (
+    TOKEN,
+    VOCAB_SIZES,
+    Shard,
+    ShardError,
+    ShardLoader,
+    TokenFolder,
+    open_folder,
+)
 from model import SHAPES
+from support.cli import quoted
 from support.ending import UserError
 from support.pretrained import Pretrained
-from support.tokenizer import load_tokenizer
+from support.tokenizer import load_tokenizer, read_tokenizer
 
 
-def open_data(config: TrainConfig, source: Pretrained | None) -> tuple[TokenFolder, int]:
+def open_data(config: TrainConfig, pretrained: Pretrained | None) -> tuple[TokenFolder, int]:
     """Return the data, and the vocabulary size of a network trained on it. Raise UserError or
-    ShardError if the network in `source` can't read the data."""
+    ShardError if the network in `pretrained` can't read the data."""
     folder = Path(config.data_dir)
     if not config.data_dir:
-        # Existing weights need their own tokenizer. New large models use GPT-2's if available.
-        if source:
-            wants_gpt2 = source.tokenizer != "bytes"
-        elif config.model == "nano":
-            wants_gpt2 = False
-        else:
-            wants_gpt2 = Path("data/stdlib-gpt2").exists() or load_tokenizer("gpt2") is not None
-        folder = python_source("gpt2" if wants_gpt2 else "bytes")
+        folder = python_source(python_source_tokenizer(config.model, pretrained))
+    data = open_tokens(folder)
+    if pretrained:
+        vocab_size = pretrained.shape.vocab_size
+    elif config.model != "nano" and (data.tokenizer == "bytes" or not config.data_dir):
+        vocab_size = SHAPES[config.model].vocab_size  # to have GPT-2's size and speed
+    elif data.tokenizer == "unknown":
+        vocab_size = 1 + max(largest_id(shard) for shard in data.train + data.val)
+    else:
+        vocab_size = data.vocab_size
+    check_data(data, config.seq_len, pretrained, vocab_size)
+    return data, vocab_size
+
+
+def open_tokens(folder: Path) -> TokenFolder:
+    """Return a folder's shards, and load its tokenizer if it holds one. Raise UserError if it is
+    not complete."""
+    tokenizer = read_tokenizer(folder)
     try:
-        data = open_folder(folder)
+        if tokenizer:
+            data = open_folder(folder, tokenizer.name, tokenizer.size)
+        else:
+            data = open_folder(folder)
     except ShardError as error:  # at the start, a bad shard is a user error, not a disk error
         raise UserError(str(error)) from error
-    # On bytes, --model gpt2 keeps 50,257 embedding rows, to have GPT-2's size and speed.
-    vocab_size = SHAPES[config.model].vocab_size
-    if source:
-        vocab_size = source.shape.vocab_size
-    elif config.model == "nano":
-        vocab_size = VOCAB_SIZES.get(data.tokenizer, VOCAB_SIZES["gpt2"])
-    check_data(data, config.seq_len, source.tokenizer if source else "", vocab_size)
-    return data, vocab_size
+    if tokenizer and tokenizer.name != data.tokenizer:
+        text = f"{folder} holds tokens of {data.tokenizer}, but the vocabulary of {tokenizer.name}"
+        raise UserError(f"{text}: prepare it again")
+    return data
+
+
+def python_source_tokenizer(model: str, pretrained: Pretrained | None) -> str:
+    """Return the --tokenizer for Python's source. Existing weights need theirs. New large models
+    use GPT-2's if it is on this machine, because then they are GPT-2 in every way."""
+    if pretrained:
+        name = pretrained.tokenizer.partition("-")[0]
+        return name if name in ("bytes", "bpe") else "gpt2"
+    has_gpt2 = Path("data/stdlib-gpt2").exists() or load_tokenizer("gpt2") is not None
+    return "gpt2" if has_gpt2 and model != "nano" else "bpe"
 
 
 def python_source(tokenizer: str) -> Path:
@@ -54,16 +82,24 @@ def python_source(tokenizer: str) -> Path:
     return folder
 
 
-def check_data(data: TokenFolder, seq_len: int, tokenizer: str, vocab_size: int):
-    """Raise UserError or ShardError if the network can't read data. Tokenizer "" means any."""
+def check_data(data: TokenFolder, seq_len: int, pretrained: Pretrained | None, vocab_size: int):
+    """Raise UserError or ShardError if the network, which may have weights, can't read data."""
     for shards in (data.train, data.val):
         ShardLoader(shards, 1, seq_len)  # raises if shards are too short
-    if {data.tokenizer, tokenizer} == {"bytes", "gpt2"}:
-        raise UserError(f"prepare --data-dir with --tokenizer {tokenizer}, not {data.tokenizer}")
+    if pretrained and "unknown" not in (pretrained.tokenizer, data.tokenizer):
+        name = pretrained.tokenizer
+        if name != data.tokenizer:
+            holds = f"but {data.folder} holds {data.tokenizer}"
+            text = f"{pretrained.path} knows {name} tokens, {holds}"
+            cure = quoted(name if name in VOCAB_SIZES else str(pretrained.path))
+            raise UserError(f"{text}: prepare --data-dir with --tokenizer {cure}")
     for shard in data.train + data.val:
-        largest = shard.max_id
-        if largest >= vocab_size:  # without a manifest, max_id is the tokenizer's limit
-            largest = np.memmap(shard.path, TOKEN, "r", shard.offset).max()
+        # Without a manifest, max_id is only the tokenizer's limit.
+        largest = shard.max_id if shard.max_id < vocab_size else largest_id(shard)
         if largest >= vocab_size:
             limit = f"but the network only knows 0 to {vocab_size - 1}"
             raise UserError(f"{shard.path} holds token {largest}, {limit}: prepare the data again")
+
+
+def largest_id(shard: Shard) -> int:
+    return int(np.memmap(shard.path, TOKEN, "r", shard.offset).max())

@@ -19,63 +19,81 @@ from support.ending import UserError
 
 # Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets, by name pattern.
 PEAK_TFLOPS = {
+    "NVIDIA G?B200": 2250,
     "NVIDIA H100 PCIe": 756,
+    "NVIDIA H[12]00 NVL": 835,
     "NVIDIA H[12]00": 989,
     "NVIDIA A100": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA L4": 121,
+    "NVIDIA A10G": 70,
+    "NVIDIA RTX A6000": 155,
     "Tesla V100": 125,
     "Tesla T4": 65,
+    "NVIDIA GeForce RTX 5090": 210,
     "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 4080": 97,
+    "NVIDIA GeForce RTX 4070": 58,
     "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 3080": 60,
 }
 CPUINFO = Path("/proc/cpuinfo")
 REPO = Path(__file__).parent.parent
 
 
-def speed_ups_off(device: torch.device, model: str, seq_len: int, asked: Mapping) -> dict[str, str]:
+def speed_ups_off(device: torch.device, model: str, asked: Mapping) -> dict[str, str]:
     """Return the speed-ups that are off on this device unless requested, each with its reason.
     Raise UserError if the user requests one that is not available."""
-    off = {}  # name -> the reason, and a cure if the speed-up is not available
+    off = {}  # name -> the reason, and what else to do if the speed-up is not available
     is_cuda = device.type == "cuda"
     is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4 or V100
-    # Linux lists a CPU's bfloat16 instructions as avx512_bf16, amx_bf16 or, on Arm, bf16. They cut
-    # nano's step on two cores of an AMD EPYC from 95 ms to 46 ms.
-    has_instructions = device.type == "cpu" and re.search(r"\w*bf16\b", cpuinfo())
     if not is_cuda or is_old:
         name = device_name(device) if is_cuda else device.type
-        off["tf32"] = f"needs an NVIDIA GPU from 2020 or later; this is {name}", "add --no-tf32"
+        off["tf32"] = f"needs an NVIDIA GPU from 2020 or later; this is {name}", ": add --no-tf32"
     if is_old:
-        off["bf16"] = f"is only emulated by {name}", "use --fp16"
-    elif not is_cuda and not has_instructions:
-        off["bf16"] = "gains nothing: this processor has no instructions for it", ""
-    # On CPUs, PyTorch's flash attention is slow in bfloat16: the same step takes 72 ms with it, and
-    # 124M at T = 256 is 13% slower. Beyond T = 512, plain attention needs too much memory.
-    has_bf16 = asked.get("bf16", "bf16" not in off) and not asked.get("fp16")
-    if has_bf16 and has_instructions and seq_len <= 512:
-        off["flash"] = "is slower in bfloat16 on a CPU if --seq-len is at most 512", ""
-    if not is_cuda or model == "nano":
-        off["compile"] = "without a GPU, or for nano, takes longer than it saves", ""
-    if asked.get("compile", "compile" not in off):
+        off["bf16"] = f"is only emulated by {name}", ": use --fp16"
+    elif device.type == "mps":
+        off["bf16"] = "was never measured on a Mac's GPU", ""
+    if device.type == "mps" or (is_cuda and model == "nano"):
+        off["compile"] = "takes longer than it saves", ""
+    if asked.get("compile", is_cuda and "compile" not in off):
         failure = why_not_compile(device)
         if failure:
             off["compile"] = failure
     for name, (reason, cure) in off.items():
         if cure and asked.get(name):
-            raise UserError(f"--{name} {reason}: {cure}")
+            raise UserError(f"--{name} {reason}{cure}")
     return {name: reason for name, (reason, _) in off.items() if name not in asked}
 
 
 def why_not_compile(device: torch.device) -> tuple[str, str] | None:
     """Try torch.compile on a small function. If that fails, return the reason and a cure."""
-    x = torch.randn(8, 8, device=device, requires_grad=True)
     try:
+        x = torch.randn(8, 8, device=device, requires_grad=True)
         torch.compile(nn.GELU(), dynamic=False)(x).sum().backward()
     except Exception as error:  # Dynamo, Inductor, Triton and C++ share no exception class
         missing = "a C++ compiler (g++)"
         if device.type == "cuda":  # Triton needs a C compiler for its launchers
             missing = "gcc and python3-dev" if find_spec("triton") else "triton (triton-windows)"
-        reason = f"fails ({type(error).__name__}: {error!s:.200})"
-        return reason, f"install {missing}, or add --no-compile"
+        reason = f"fails ({type(error).__name__}: {error!s:.200}): install {missing}"
+        return reason, ", or add --no-compile"
     return None
+
+
+def check_gpu(device: torch.device):
+    """Raise UserError if torch can't compute on this GPU: its driver is too old, torch has no code
+    for it, or another process has it for itself. That torch sees the GPU says nothing."""
+    try:
+        torch.cuda.set_device(device)
+        torch.randn(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        cure = "install the torch of pytorch.org for your driver (for a card from before 2018, with"
+        cure += " CUDA 12.6)"
+        if re.search("out of memory|busy", reason):
+            cure = "end the program that uses it (see nvidia-smi), set CUDA_VISIBLE_DEVICES"
+        text = f"PyTorch can't use this GPU ({reason:.200})"
+        raise UserError(f"{text}: {cure}, or add --device cpu") from error
 
 
 def check_torch(version: str):
@@ -103,6 +121,41 @@ def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
     """Speed-up 2: return a context in which matrix products and attention use dtype, while sums,
     norms and the loss stay float32. If dtype is float32, the context does nothing."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def wait(device: torch.device):
+    """Wait until the device has done its work. A GPU works while Python goes on."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def forbid_spilling(device: torch.device):
+    """On Windows, the driver would not say that memory is full, but use the computer's memory, at
+    a tenth of the speed. Make torch's own allocator say it."""
+    if sys.platform == "win32" or "microsoft" in platform.release():  # the latter is WSL
+        torch.cuda.empty_cache()  # what we hold already counts as used
+        free, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(0.95 * free / total, device)
+
+
+def tag_compiled_code(dtype: torch.dtype):
+    """Tell torch's cache of compiled code what it does not look at itself: which attention kernels
+    are allowed and, up to torch 2.11, autocast's dtype (pytorch#181564). Otherwise, a run may get
+    code that was compiled for another precision."""
+    cuda = torch.backends.cuda
+    kernels = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+    kernels += [cuda.cudnn_sdp_enabled(), os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")]
+    try:
+        from torch.compiler import config
+    except ImportError:  # torch 2.5
+        from torch._functorch import config as functorch_config
+
+        functorch_config.enable_autograd_cache = False
+        return
+    own = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    config.cache_key_tag = f"{own} {dtype} {kernels}"
 
 
 def set_determinism(enabled: bool, is_compiled: bool):
@@ -152,7 +205,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 def peak_tflops(name: str) -> float | None:
     """Return the data-sheet TFLOP/s of the GPU with this name, or None if it is not listed."""
     for pattern, peak in PEAK_TFLOPS.items():
-        if re.match(rf"{pattern}\b(?! Ti| Laptop)", name):
+        if re.match(rf"{pattern}\b(?! Ti| SUPER| Laptop|.* MIG)", name):
             return peak
     return None
 
@@ -182,6 +235,15 @@ def device_name(device: torch.device) -> str:
     parts = re.findall(r"(?m)^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)", cpuinfo())
     name = " ".join(dict.fromkeys(parts)) or platform.processor() or platform.machine()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def rounding(device: torch.device) -> str:
+    """Return what must be the same for all ranks, or their sums would differ in the last bits. Two
+    cards of one kind may differ in memory."""
+    if device.type != "cuda":
+        return device_name(device)
+    card = torch.cuda.get_device_properties(device)
+    return f"{card.major}.{card.minor} with {card.multi_processor_count} multiprocessors"
 
 
 def processor(device: torch.device) -> str:

@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.attention import sdpa_kernel
 
 from config import TrainConfig
-from dataloader import VOCAB_SIZES, ShardLoader, TokenFolder
+from dataloader import ShardLoader, TokenFolder
 from model import GPT, VARLEN_BACKENDS
 from support import log
 from support.device import autocast
@@ -58,6 +58,10 @@ def validate(
     num_bytes = 0  # bytes of text in the targets
     loss_sum = torch.zeros((), device=world.device)
     starts = range(0, len(numbers_of_rank), loader.B)
+    # A forward pass without a backward one must be compiled apart, which takes 7 s on an H100: as
+    # long as it saves in some 200 batches, or a few validations of 64. But it needs less memory.
+    is_short = len(starts) <= 64 and not config.recompute and not config.loss_chunk_tokens
+    forward = model if is_short else net
     net.eval()
     for start in until_signal(log.progress(starts, "validation", world.is_main)):
         numbers = numbers_of_rank[start : start + loader.B]
@@ -67,7 +71,7 @@ def validate(
         x, y = to_device(batch, world.device)
         with autocast(config.dtype, world.device):
             # net is compiled for full batches, so a shorter last batch uses the plain model.
-            loss = net(x, y) if len(numbers) == loader.B else model(x, y)
+            loss = forward(x, y) if len(numbers) == loader.B else model(x, y)
         loss_sum += loss * len(numbers)
     net.train()
     val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
@@ -119,7 +123,7 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
     # A separate generator makes a run's samples independent of when they are drawn.
     rng = torch.Generator(device).manual_seed(random_seed(config.seed, number))
     # Every document begins with <|endoftext|>, and so does a sample without a prompt.
-    ids = tokenizer.encode(config.prompt) or [min(VOCAB_SIZES[tokenizer_name], size) - 1]
+    ids = tokenizer.encode(config.prompt) or [min(tokenizer.end_of_text, size - 1)]
     if max(ids) >= size:
         raise UserError(f"--prompt: token {max(ids)}, but the network only knows 0 to {size - 1}")
     yield config.prompt
@@ -129,6 +133,8 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
         # Keep the yield outside autocast, which would also apply to the caller's code.
         with autocast(config.dtype, device):
             token = int(next(tokens))
+        if token == tokenizer.end_of_text:  # what follows belongs to another document
+            break
         yield decoder.decode(tokenizer.token_bytes(token))
     yield decoder.decode(b"", final=True)
 
@@ -151,7 +157,7 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
     if not path:
         return []
     codec = require_tokenizer(tokenizer)
-    if VOCAB_SIZES[tokenizer] > vocab_size:
+    if codec.size > vocab_size:
         raise UserError(f"--hellaswag: {tokenizer} tokens exceed the network's {vocab_size} ids")
     if not os.path.isfile(path):
         raise UserError(f"--hellaswag {path}: there is no such file")
@@ -164,7 +170,7 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
         if not examples:
             raise ValueError("no questions")
     except Exception as error:  # a record may contain anything
-        cure = "it needs ctx, endings and label; try prepare_data.py --download hellaswag"
+        cure = "it needs ctx, endings and label, like hellaswag_val.jsonl"
         raise UserError(f"{where} is not a valid question ({error!r}): {cure}") from None
     return examples
 

@@ -1,29 +1,61 @@
 """Reads the documents in the files, folders and patterns of prepare_data.py --input.
 
-A document is a text file, a line of .jsonl, an element of a .json array, or a row of .csv, .tsv or
-.parquet. Only one record, or 512 KiB of a text file, is in memory at a time.
+A document is a text, or a record: an object or array element of JSON, or a row of a table. Only one
+record, or a part of a text, is in memory at a time. An Account counts what was read, skipped and
+assumed.
 """
 
-import csv
-import gzip
 import io
-import json
 import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TextIO
 
+from support.cli import quoted
 from support.ending import DISK_ERRNOS, UserError
+from support.formats import PIECE, Source, as_utf8, examine, field_in, records, sources
 
-PIECE = 1 << 18  # bytes of text to read at a time
-RECORDS = re.compile(r"\.(jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$")
-NOT_TEXT = (b"%PDF-", b"\x1f\x8b", b"(\xb5/\xfd", b"\xff\xd8\xff", b"\xff\xfe", b"\xfe\xff")
-EXTRA_CELLS = "\0cells"  # the key for cells beyond the header; no field has this name
-BOM = b"\xef\xbb\xbf"  # Windows puts these bytes in front of UTF-8 text
+RECORDS_NAME = re.compile(r"\.(jsonl|ndjson|jl|csv|tsv|parquet|arrow)(\.gz|\.bz2|\.xz|\.zst)?$")
+ABOUT_NAME = re.compile(  # what publishers put beside the records of a data set
+    r"(readme|licen[cs]e|copying|notice|citation|datapackage|croissant|dataset[-_]metadata|"
+    r"dataset_infos?|dataset_dict|state)(\.(md|txt|rst|json|ya?ml|cff))?$"
+)
+
+
+@dataclass
+class Account:
+    """Counts what became of the input. Each file is read or skipped. Each record becomes a document
+    or is skipped; a text is one record."""
+
+    files: int = 0
+    files_skipped: int = 0
+    records: int = 0
+    records_skipped: int = 0
+    documents: int = 0
+    text_bytes: int = 0
+    notes: dict[str, list] = field(default_factory=dict)  # what -> [count, first place]
+
+    def note(self, what: str, where: str):
+        self.notes.setdefault(what, [0, where])[0] += 1
+
+    def skip_file(self, why: str, where: str):
+        self.files += 1
+        self.files_skipped += 1
+        self.note(f"file skipped, {why}", where)
+
+    def skip_record(self, why: str, where: str):
+        self.records_skipped += 1
+        self.note(f"record skipped, {why}", where)
+
+    def lines(self) -> list[str]:
+        return [f"{what}: {n:,}, the first: {where}" for what, (n, where) in self.notes.items()]
+
+
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 def standard_library() -> list[str]:
@@ -35,172 +67,192 @@ def standard_library() -> list[str]:
     return sorted(filter(os.path.isfile, files))
 
 
-def files_in(inputs: Iterable[str]) -> list[str]:
-    """Return the files that inputs name, each once. Files in a folder or pattern are sorted; hidden
-    files and links to folders are left out. Raise UserError if a name matches no file."""
+def files_in(inputs: Iterable[str], account: Account) -> list[str]:
+    """Return the files that inputs name, each once. Files in a folder or pattern are sorted. Count
+    what is left out. Raise UserError if a name matches no file."""
     files: dict[str, str] = {}  # by real path, to drop duplicates
     for name in inputs:
         path = Path(name)
-        tops = [path]
-        if not os.path.exists(name):
+        tops = [path] if name else []
+        if name and not os.path.lexists(name):
             with suppress(ValueError, OSError):  # an invalid pattern, or a name that is too long
                 # Unlike glob.glob, Path.glob does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        tops = [top for top in tops if {p for p in top.parts if p[0] == "."} <= {*path.parts}]
-        candidates = [str(top) for top in tops]
+        candidates: list[str] = []
         for top in tops:
-            for folder, names, children in os.walk(str(top)):
-                names[:] = [child for child in names if child[0] != "."]  # .git has many files
-                candidates += [os.path.join(folder, child) for child in children if child[0] != "."]
-        found = [file for file in sorted(candidates) if os.path.isfile(file)]  # no pipes or devices
+            if {part for part in top.parts if part[0] == "."} <= {*path.parts}:
+                candidates += files_below(str(top), account) if os.path.isdir(top) else [str(top)]
+        found = [file for file in sorted(candidates) if os.path.isfile(file)]
+        for file in sorted({*candidates} - {*found}):
+            account.skip_file("a broken link, pipe or device", file)
         if not found:
-            raise UserError(f"--input {name}: there is no such file")
+            what = "it holds no file" if os.path.lexists(name) else "there is no such file"
+            raise UserError(f"--input {quoted(name)}: {what}")
         for file in found:
-            files.setdefault(os.path.realpath(file), file)
+            first = files.setdefault(os.path.realpath(file), file)
+            if first != file:
+                account.skip_file("the same as another file", f"{file} (read as {first})")
     return list(files.values())
+
+
+def files_below(top: str, account: Account) -> list[str]:
+    """Return the files in a folder and its subfolders. Leave out hidden ones, links to folders, and
+    what lies beside records and is about them."""
+    errors: list[OSError] = []
+    files: list[str] = []
+    for folder, names, children in os.walk(top, onerror=errors.append):
+        for name in sorted(names + children):
+            path = os.path.join(folder, name)
+            if name[0] == ".":  # .git has many files
+                account.skip_file("hidden", path)
+            elif name in children:
+                files.append(path)
+            elif os.path.islink(path):
+                account.skip_file("a link to a folder", path)
+        names[:] = sorted(name for name in names if name[0] != ".")
+    for error in errors:
+        account.skip_file(f"the folder can't be read: {error.strerror}", str(error.filename))
+    if any(RECORDS_NAME.search(file.lower()) for file in files):
+        for file in sorted(files):
+            if ABOUT_NAME.match(os.path.basename(file).lower()):
+                account.skip_file("about the records beside it (name it to read it)", file)
+                files.remove(file)
+    return files
+
+
+def paragraphs(items: list) -> str | None:
+    """Return a list of texts, or of a chat's messages, as one text, or None if it is neither."""
+    texts: list[str] = []
+    for item in items:
+        parts = [item]
+        if isinstance(item, dict):
+            parts = [item.get("role", item.get("from")), item.get("content", item.get("value"))]
+        if not all(isinstance(part, str) for part in parts):
+            return None
+        texts.append(": ".join(parts))
+    return "\n\n".join(texts)
+
+
+def shown(value: Any) -> str:
+    """Return what a value is, for example "a list of {role, content}"."""
+    if isinstance(value, list) and value:
+        return f"a list of {shown(value[0])}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(map(str, value))}}}"
+    return "null" if value is None else type(value).__name__
+
+
+# ---- Documents -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Reader:
-    """Reads the documents in files, in order, and counts problems with them."""
+    """Reads the documents in files, in order."""
 
     files: list[str]
-    text_field: str
+    text_field: str = "text"
+    encoding: str = ""  # "": find each file's
+    account: Account = field(default_factory=Account)
+    sources: dict[str, list[Source]] = field(default_factory=dict)  # examined so far, by file
     position: int = 0  # bytes read so far
-    notes: dict[str, list] = field(default_factory=dict)  # problem -> [count, first place]
+    has_field: bool = False  # whether a record has the field for text
 
-    def note(self, problem: str, where: str):
-        self.notes.setdefault(problem, [0, where])[0] += 1
+    def again(self) -> "Reader":
+        """Return a reader of the same files that begins anew."""
+        return replace(self, account=Account(), position=0, has_field=False)
 
-    def documents(self) -> Iterator[tuple[int, BinaryIO]]:
+    def check_flags(self):
+        """Raise UserError if --encoding is unknown, or if no record has the field --text-field."""
+        try:
+            io.TextIOWrapper(io.BytesIO(), self.encoding or "utf-8")
+        except (LookupError, ValueError) as error:
+            raise UserError(f"--encoding {self.encoding}: {error}") from error
+        if self.text_field == "text":
+            return
+        reader = self.again()
+        for _ in reader.documents():
+            if reader.has_field:
+                return
+        if not reader.has_field:
+            why = "; ".join(reader.account.lines()) or "leave it out, as no file has records"
+            raise UserError(f"--text-field {self.text_field} has no effect: {why}")
+
+    def documents(self) -> Iterator[tuple[int, TextIO]]:
         """Yield each document's size in bytes and open text. Raise UserError for a damaged file."""
-        for file in self.files:
+        for path in self.files:
             start = self.position
             try:
-                with open(file, "rb", buffering=1 << 16) as raw:
-                    for document in self.documents_in(raw):
-                        yield document
-                        self.position = start + raw.tell()
+                if path not in self.sources:
+                    found = sources(path)
+                    if not found:
+                        found = [Source(path, skipped="an archive without files")]
+                    for source in found:
+                        if not source.skipped:
+                            examine(source, self.text_field, self.encoding)
+                    self.sources[path] = found
+                for source in self.sources[path]:
+                    for size, text in self.documents_in(source, start):
+                        self.account.documents += size > 0
+                        self.account.text_bytes += size
+                        yield size, text
             except Exception as error:  # each library has its own exceptions
                 if isinstance(error, ImportError) or getattr(error, "errno", None) in DISK_ERRNOS:
                     raise
-                raise UserError(f"--input {file} can't be read: {error}") from error
+                raise UserError(f"--input {path} can't be read: {error}") from error
+            self.position = start + os.path.getsize(path)
 
-    def documents_in(self, raw: BinaryIO) -> Iterator[tuple[int, BinaryIO]]:
-        match = RECORDS.search(raw.name.lower())
-        kind, packing = match.groups() if match else ("", None)
-        stream: Any = raw
-        if packing == ".gz":
-            stream = gzip.GzipFile(fileobj=raw)
-        elif packing == ".zst":
-            import pyarrow
-
-            stream = io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"))
-        head = stream.peek(8000)[:8000].removeprefix(BOM)
-        if kind == "json" and not head.lstrip().startswith(b"["):
-            kind = ""  # one document, like package.json
-        num_bad = head.decode(errors="replace").count("\ufffd")
-        is_text = not (head.startswith(NOT_TEXT) or b"\0" in head or 2 * num_bad > len(head))
-        if kind != "parquet" and not is_text:
-            self.note("skipped, not UTF-8 text", raw.name)
-        elif kind:
-            for number, record in enumerate(records(stream, kind, self.text_field), 1):
-                text = self.text_of(record, f"{raw.name}, record {number}")
+    def documents_in(self, source: Source, start: int) -> Iterator[tuple[int, TextIO]]:
+        for what in source.notes:
+            self.account.note(what, str(source))
+        if source.skipped:
+            self.account.skip_file(source.skipped, str(source))
+            if source.skipped == "empty":
+                yield 0, io.StringIO()  # it takes a number, so validation documents stay the same
+            return
+        self.account.files += 1
+        num_before = self.account.records
+        with source.opened() as (disk, stream):
+            if source.kind == "text":
+                self.account.records += 1
+                yield source.size, stream
+                return
+            for record, where in records(source, stream, self.text_field):
+                self.account.records += 1
+                text = self.text_of(record, where)
                 if text is not None:
-                    yield len(text), io.BytesIO(text)
-        else:
-            if not head:
-                self.note("skipped, empty", raw.name)
-            if num_bad > 1:  # one may be a character cut off at the end
-                self.note("kept, with bytes that are not UTF-8", raw.name)
-            stream.read(len(BOM) if stream.peek().startswith(BOM) else 0)
-            yield os.path.getsize(raw.name), stream
+                    yield len(text.encode()), io.StringIO(text, newline="")
+                self.position = start + disk.tell()
+        if self.account.records == num_before:
+            self.account.note("holds no record", str(source))
 
-    def text_of(self, record, where: str) -> bytes | None:
-        """Return the text of a record, or None if it has no text. Note any problem with it."""
-        text = record
+    def text_of(self, record: Any, where: str) -> str | None:
+        """Return the text of a record, or None if it has none. Note any problem with it."""
+        if isinstance(record, ValueError):
+            self.account.skip_record(str(record), where)
+            return None
+        value, no_text = record, f"no text in the field {self.text_field}"
         if isinstance(record, dict):
-            text = record.get(self.text_field)
-            # An empty extra cell comes from a comma at the end of a row. Any other may be the rest
-            # of unquoted text with commas, which we would otherwise cut short.
-            if any(record.pop(EXTRA_CELLS, [])):
-                header = f"{where} (the header: {', '.join(record)})"
-                self.note("skipped, more cells than the header (quotes missing?)", header)
-                return None
-            if self.text_field not in record:
+            name = field_in(record, self.text_field)
+            if name is None:
                 names = ", ".join(map(str, record))
                 where += f" (its fields: {names}; name one with --text-field)"
-        if not text or not isinstance(text, str):
-            self.note(f"skipped, no text in the field {self.text_field}", where)
-        elif "\ufffd" in text:
-            self.note("kept, with bytes that are not UTF-8", where)
-        if not isinstance(text, str):
-            return None
-        # Half a surrogate pair becomes U+FFFD, as in tiktoken.
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
-
-def records(stream: io.BufferedReader, kind: str, text_field: str) -> Iterator:
-    """Yield the lines, elements or rows of a file, which need not be dicts."""
-    if kind == "jsonl":
-        for line in stream:
-            record = None
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            if not line.isspace():
-                yield record
-    elif kind == "parquet":
-        import pyarrow.parquet
-
-        table = pyarrow.parquet.ParquetFile(stream, buffer_size=PIECE)
-        if text_field not in table.schema_arrow.names:
-            yield dict.fromkeys(table.schema_arrow.names)
-            return
-        for rows in table.iter_batches(64, columns=[text_field]):
-            yield from rows.to_pylist()
-    else:
-        header = stream.peek(8000)[:8000].partition(b"\n")[0]
-        # Where the decimal point is a comma, spreadsheets separate cells with semicolons.
-        has_semicolons = header.count(b";") > header.count(b",")
-        delimiter = "\t" if kind == "tsv" else ";" if has_semicolons else ","
-        with io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="") as text:
-            yield from elements(text) if kind == "json" else table_rows(text, delimiter)
-
-
-def table_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator:
-    """Yield the rows of a table, and None for a row whose quotes are wrong. Raise ValueError if a
-    quote in the last row is never closed, since that row may have swallowed most of the file."""
-    csv.field_size_limit(1 << 28)
-    table = csv.DictReader(text, restkey=EXTRA_CELLS, delimiter=delimiter, strict=True)
-    while True:
-        before = table.line_num
+                self.account.skip_record(no_text, where)
+                return None
+            self.has_field = True
+            value = record[name]
+        if isinstance(value, list) and (text := paragraphs(value)):
+            self.account.note("assumed a list to be paragraphs", f"{where}, {shown(value)}")
+            value = text
+        if not isinstance(value, str) or not value:
+            where += f", which holds {shown(value)}"
+            self.account.skip_record(no_text, where)
+            return "" if value == "" else None  # an empty text takes a number
         try:
-            yield next(table)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if "unexpected end of data" in str(error):
-                raise ValueError(f"a quote after line {before} is never closed") from error
-            yield None
-
-
-def elements(stream: io.TextIOWrapper) -> Iterator:
-    """Yield the elements of a JSON array, which may be larger than memory."""
-    decode = json.JSONDecoder().raw_decode
-    text, block = "", stream.read(1 << 14).lstrip()[1:]
-    while block and len(text) < 1 << 28:
-        text = (text + block).lstrip(" \t\r\n,")
-        with suppress(ValueError):  # the last element of text may be incomplete
-            while not text.startswith("]"):
-                value, end = decode(text)
-                if end == len(text):
-                    break  # a number may continue in the next block
-                yield value
-                text = text[end:].lstrip(" \t\r\n,")
-        # Keep blocks small, since removing an element copies the rest of the text.
-        block = stream.read(max(1 << 14, len(text)))
-    if not text.startswith("]"):
-        raise ValueError("its array never ends, or holds invalid JSON")
+            value.encode()
+        except UnicodeEncodeError:
+            self.account.note("kept, with half a surrogate pair as U+FFFD", where)
+            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value
 
 
 # GPT-2's pattern always begins a token at white space after a visible character, and at the last of
@@ -209,14 +261,14 @@ def elements(stream: io.TextIOWrapper) -> Iterator:
 BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^\s\xc2\xe1-\xe3])")
 
 
-def pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield a document in pieces of about PIECE bytes, so that a long one takes little memory. No
-    token spans a cut, so the pieces have the same tokens as the whole document."""
+def pieces(stream: TextIO) -> Iterator[bytes]:
+    """Yield a document in pieces of about PIECE characters, to take little memory. No token spans a
+    cut, so the pieces have the same tokens as the whole document."""
     parts: list[bytes] = []  # of the piece, before `text`
     size = 0  # of parts
-    text = block = stream.read(PIECE)
+    text = block = as_utf8(stream.read(PIECE))
     while block:
-        block = stream.read(PIECE)
+        block = as_utf8(stream.read(PIECE))
         text += block
         cut = BOUNDARY.search(text, max(PIECE - size, len(text) - len(block) - 1))
         at = cut.start() if cut else max(0, len(text) - 2)  # BOUNDARY looks at two bytes

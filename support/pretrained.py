@@ -2,11 +2,13 @@
 build-nanogpt to ours. No code in a file is run, since a .pt is read with weights_only=True."""
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -14,11 +16,24 @@ from torch import Tensor
 from dataloader import VOCAB_SIZES
 from model import GPT, GPTConfig
 from support.ending import UserError
-from support.files import read_small
-from support.tokenizer import load_gpt2
+from support.files import open_regular, read_small
+from support.tokenizer import load_tokenizer, read_tokenizer
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
-HUB_FILES = ["config.json", "*.safetensors", "merges.txt", "vocab.json"]
+HUB_FILES = ["*.json", "*.safetensors", "merges.txt"]
+WEIGHT_FILES = (  # .bin predates safetensors; an index names the files that hold the tensors
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+FOREIGN = {  # the first bytes of files that people mistake for weights, and what those files are
+    b"version https://git-lfs": "a pointer of Git LFS: run git lfs pull",
+    b"<!doctype": "a web page",
+    b"<html": "a web page",
+    b"\x89HDF": "TensorFlow's: in transformers, save the model as PyTorch's",
+    np.array([20240326], "<i4").tobytes(): "llm.c's: it has a script that exports to Hugging Face",
+}
 UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # old files' masks; copy of wte
 WRAPPERS = r"^(module\.|_orig_mod\.|transformer\.)+"  # name prefixes of DDP, compile and GPT
 SHAPE = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}  # ours -> theirs
@@ -48,7 +63,7 @@ class Pretrained:
     path: Path
     shape: GPTConfig
     weights: dict[str, Tensor]  # GPT's names and layout, in float32, without padded rows
-    tokenizer: str  # "gpt2", "bytes" or "unknown"
+    tokenizer: str  # its name, or "unknown"
 
 
 def load_weights(model: GPT, source: Pretrained):
@@ -80,7 +95,12 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
     settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     settings["n_ctx"] = config.seq_len  # for llama.cpp's converter
     settings |= {"architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32"}
-    end_of_text = VOCAB_SIZES[tokenizer] - 1 if tokenizer in VOCAB_SIZES else None
+    end_of_text = None
+    codec = load_tokenizer(tokenizer)
+    if codec:
+        end_of_text = codec.end_of_text
+    elif tokenizer in VOCAB_SIZES:  # gpt2, if its vocabulary is not on this machine
+        end_of_text = VOCAB_SIZES[tokenizer] - 1
     settings["bos_token_id"] = settings["eos_token_id"] = end_of_text
     settings[OUR_KEY] = {"shape": shape, "tokenizer": tokenizer}
     for f in fields(GPTConfig):
@@ -91,12 +111,18 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
 
 
 def read_weights(path: Path) -> Pretrained:
-    """Return the weights in a folder in Hugging Face's format, or in a .pt file like nanoGPT's."""
-    if path.name == "model.safetensors":
+    """Return the weights in a folder in Hugging Face's format, or in a .pt file like nanoGPT's. A
+    file of such a folder stands for the folder."""
+    if path.is_file() and path.name in ("config.json", *WEIGHT_FILES):
         path = path.parent
-    load_gpt2(path if path.is_dir() else path.parent)  # the tokenizer, if it is there
+    elif path.is_file() and path.suffix == ".safetensors":
+        cure = "name a folder with its config.json, in which it is called model.safetensors"
+        raise UserError(f"{path} lacks the shape of its network: {cure}")
+    tokenizer = read_tokenizer(path) if path.is_dir() else None
     try:
-        return read_hf(path) if path.is_dir() else read_nanogpt(path)
+        source = read_hf(path) if path.is_dir() else read_nanogpt(path)
+        source.tokenizer = tokenizer.name if tokenizer else source.tokenizer
+        return source
     except UserError:
         raise
     except Exception as error:  # a file may hold anything, so any line may fail in any way
@@ -111,7 +137,10 @@ def download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        folder = snapshot_download(name, allow_patterns=HUB_FILES)
+        if not any(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(name, allow_patterns=[*HUB_FILES, "pytorch_model*"])
+        return Path(folder)
     except Exception as error:  # the library is missing or broken, or the download fails
         problem = f"--init-from {name}: no such file, folder or model on the hub ({error!s:.200})"
         cure = f"pip install huggingface_hub; hf download {name} --local-dir {Path(name).name}"
@@ -119,11 +148,19 @@ def download(name: str) -> Path:
 
 
 def read_hf(folder: Path) -> Pretrained:
-    """Return the weights in a folder in Hugging Face's format."""
-    path = folder / "model.safetensors"
-    if not path.exists() and (folder / "pytorch_model.bin").exists():
-        path = folder / "pytorch_model.bin"  # predates safetensors
-    return from_hf(read_file(folder / "config.json"), read_file(path), folder)
+    """Return the weights in a folder in Hugging Face's format, which may be in several files."""
+    found = [name for name in WEIGHT_FILES if (folder / name).exists()]
+    if not found or not (folder / "config.json").exists():
+        has = ", ".join(sorted(os.listdir(folder))[:5])
+        needs = "config.json and model.safetensors"
+        raise UserError(f"{folder} holds no GPT-2, which is {needs}, but {has or 'nothing'}")
+    tensors = read_file(folder / found[0])
+    if found[0].endswith(".index.json"):
+        files = sorted({Path(file).name for file in tensors["weight_map"].values()})
+        tensors = {}
+        for file in files:
+            tensors |= read_file(folder / file)
+    return from_hf(read_file(folder / "config.json"), tensors, folder)
 
 
 def from_hf(settings: dict, tensors: dict[str, Tensor], folder: Path) -> Pretrained:
@@ -192,6 +229,11 @@ def read_file(path: Path) -> dict:
     """Return the contents of a .json file, a .safetensors file or a file written by torch.save."""
     if not path.is_file():  # reading a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
+    with open_regular(path) as f:
+        head = f.read(64).lstrip().lower()
+    for start, kind in FOREIGN.items():
+        if head.startswith(start.lower()):
+            raise UserError(f"{path} is {kind}")
     if path.suffix == ".json":
         return json.loads(read_small(path))
     if path.suffix == ".safetensors":

@@ -12,6 +12,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+# DDP imports this module, whose functions have the group of all ranks as a default argument. If it
+# were imported after the ranks connect, it would keep their group, and the threads of gloo, until
+# Python ends; a thread that frees a tensor at that moment aborts the process.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -128,13 +133,11 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
 @contextmanager
 def process_group(world: World) -> Iterator[None]:
     """Connect the ranks. Raise UserError if they can't find each other."""
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
-        if world.size > 1 and not dist.is_nccl_available():  # as on Windows
-            raise UserError("several GPUs need NCCL, which this torch lacks: use one GPU, or Linux")
     if world.size == 1:
         yield
         return
+    if world.device.type == "cuda" and not dist.is_nccl_available():  # as on Windows
+        raise UserError("several GPUs need NCCL, which this torch lacks: use one GPU, or Linux")
     store = connect("nccl" if world.device.type == "cuda" else "gloo")
     try:
         yield

@@ -16,11 +16,11 @@ from support.tokenizer import load_tokenizer, vocab_cure
 CURE = "try fewer --steps, a --dropout of 0.2 or more, or more text"
 
 
-def print_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
+def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | None):
     """Log every flag, and print the folder, data, model, device and automatic flags."""
     config, env, loader = run.config, run.environment, run.loader
-    record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed), "off": off}
-    record |= {"micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
+    record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
+    record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
     run.log.record(**record, resumed=run.step if state else None)
     epoch_tokens = len(loader) * loader.T
     num_epochs = config.steps * config.batch_tokens / epoch_tokens
@@ -34,16 +34,23 @@ def print_start(run: Run, typed: dict, off: dict[str, str], state: dict | None):
         f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over",
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
-        f"optimizer: {'Muon and ' if config.muon else ''}{'fused ' if config.fused else ''}AdamW",
+        f"optimizer: {optimizer(config)}",
         f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
         f"{'flags kept' if state else 'automatic flags'}: {' '.join(untyped_flags(run, typed))}",
-        *[f"off: {spell(name)} {reason}" for name, reason in off.items()],
+        *[f"{flag}: {reason}" for flag, reason in reasons.items()],
         *start_warnings(run, num_epochs),
     ]
     if state:
         lines += changes_since(state, run)
     run.log.print("\n".join(lines))
+
+
+def optimizer(config: TrainConfig) -> str:
+    adamw = "fused AdamW" if config.fused else "AdamW"
+    if config.muon:
+        return f"Muon for the blocks' matrices, {adamw} for the rest (--no-muon: all by AdamW)"
+    return adamw
 
 
 def untyped_flags(run: Run, typed: dict) -> list[str]:
@@ -60,9 +67,10 @@ def untyped_flags(run: Run, typed: dict) -> list[str]:
 def start_warnings(run: Run, num_epochs: float) -> list[str]:
     """Return warnings about anything that may surprise the user or is missing on this machine."""
     config, env, tokenizer = run.config, run.environment, run.data.tokenizer
-    lines = []
-    if tokenizer == "bytes" and config.model != "nano" and not config.data_dir:
-        lines.append(f"training on bytes, as GPT-2's vocabulary is missing: {vocab_cure()}")
+    lines = list(run.data.notes)
+    has_gpt2 = bool(load_tokenizer("gpt2"))
+    if not has_gpt2 and tokenizer != "gpt2" and config.model != "nano" and not config.data_dir:
+        lines.append(f"training without GPT-2's vocabulary, which is missing: {vocab_cure()}")
     if num_epochs > 5:
         text = f"{num_epochs:.0f} epochs: the network may memorize its text"
         lines.append(f"{text}, and the validation loss would then rise; if it does, {CURE}")
@@ -70,7 +78,7 @@ def start_warnings(run: Run, num_epochs: float) -> list[str]:
         lines.append("--fp16 is for GPUs: on a CPU it is slower than float32")
     if env["device"] == "cpu" and "+cpu" in env["torch"] and shutil.which("nvidia-smi"):
         lines.append("this machine has an NVIDIA GPU, but torch is for CPUs: see pytorch.org")
-    if tokenizer == "gpt2" and not load_tokenizer("gpt2"):
+    if tokenizer == "gpt2" and not has_gpt2:
         lines.append(f"checkpoints will lack GPT-2's vocabulary: {vocab_cure()}")
     return lines
 
@@ -104,7 +112,7 @@ def changes_since(state: dict, run: Run) -> list[str]:
 
 def warn_if_slow(run: Run, seconds: float):
     """Warn during the first step of a process if a step takes a minute or more."""
-    if run.step > run.first_step or seconds < 60:
+    if seconds < 60:
         return
     step_time = timedelta(seconds=round(seconds))
     left = run.config.steps - run.step

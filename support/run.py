@@ -95,7 +95,9 @@ def save(run: Run):
     watchdog.reset()
     # The averaged loss would not show that a rank's weights have drifted, say on a faulty GPU.
     check_ranks_agree(run.model, run.step, run.world)
+    watchdog.stop()  # a slow disk may take longer than the limit
     run.world.call_on_main(write_checkpoint, run)
+    watchdog.reset()
     run.saved_step = run.step
     signals.phase = Phase.SAVED
     vote_to_stop(run)

@@ -1,11 +1,15 @@
-"""The byte tokenizer and GPT-2's, each made from two files. Checkpoints hold their own copies."""
+"""Byte-level BPE tokenizers in GPT-2's format, each made from the files of a folder.
+
+Data folders and checkpoints hold vocab.json and merges.txt, so neither needs another place. A
+tokenizer's name is "bytes", "gpt2", or "bpe-" with the first digits of the SHA-256 of its
+vocabulary, merges and end token.
+"""
 
 import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +17,8 @@ import numpy as np
 from support.ending import DISK_ERRNOS, UserError
 from support.files import read_small
 
-END_OF_TEXT = "<|endoftext|>"  # both tokenizers' last id; it precedes each document
+FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
+END_OF_TEXT = "<|endoftext|>"  # it precedes each document; the last id of bytes and of GPT-2
 OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 URLS = {"vocab.json": OPENAI + "encoder.json", "merges.txt": OPENAI + "vocab.bpe"}
 SHA256 = {  # as in tiktoken_ext/openai_public.py
@@ -25,8 +30,10 @@ WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(
 # vocab.json is text, so each byte is written as a printable character: the one with the same number
 # or, if it is not printable, one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = sorted({*range(256)} - {*PRINTABLE})
 BYTES = {chr(byte): byte for byte in PRINTABLE}
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+ALPHABET = sorted(BYTES, key=BYTES.__getitem__)  # the character of each byte
 
 
 def as_json(value: dict) -> bytes:
@@ -34,25 +41,53 @@ def as_json(value: dict) -> bytes:
 
 
 class Tokenizer:
-    """A BPE without merges: each byte of UTF-8 is a token, and the last token is <|endoftext|>."""
+    """A byte-level BPE, encoded by tiktoken. Without merges, each byte of UTF-8 is a token."""
 
-    # Treat <|endoftext|> inside a text as ordinary text.
-    hf_options = {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
-    vocab_files = {
-        "vocab.json": as_json(BYTES | {END_OF_TEXT: 256}),
-        "merges.txt": b"#version: 0.2\n",
-    }
-
-    def __init__(self):
-        ids = json.loads(self.vocab_files["vocab.json"])
-        self.tokens = [bytes(map(BYTES.__getitem__, token)) for token in sorted(ids, key=ids.get)]
-        self.end_of_text = len(ids) - 1
-        # The number of bytes in each token, int64 (65536,), with 0 for <|endoftext|>.
+    def __init__(self, vocab: dict[str, int], merges: list[str], end: str = END_OF_TEXT):
+        """Take the contents of vocab.json and merges.txt. Raise ValueError or KeyError if they
+        aren't a byte-level BPE."""
+        self.vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+        self.merges = merges
+        self.end = end
+        self.end_of_text = vocab[end]
+        self.size = max(vocab.values()) + 1  # ids are below it
+        if min(vocab.values()) < 0 or self.size > 1 << 16:
+            raise ValueError(f"has ids up to {self.size - 1}; shards hold 0 to {(1 << 16) - 1}")
+        self.tokens = [b""] * self.size
+        # tiktoken merges in the order of ranks and returns ranks. Other ids have another order.
+        ranks: dict[bytes, int] = {}
+        ids: list[int] = []
+        merged = [*ALPHABET, *(merge.replace(" ", "", 1) for merge in merges)]
+        for token in merged:
+            content = self.tokens[vocab[token]] = as_bytes(token)
+            if ranks.setdefault(content, len(ranks)) == len(ids):
+                ids.append(vocab[token])
+        self.ids = np.array(ids, np.uint16)  # by rank
+        for token in vocab.keys() - {*merged}:  # special ones, which may hold other characters
+            is_bytes = BYTES.keys() >= {*token}
+            self.tokens[vocab[token]] = as_bytes(token) if is_bytes else token.encode()
+        # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
         self.lengths = np.zeros(1 << 16, np.int64)
-        self.lengths[: self.end_of_text] = [len(token) for token in self.tokens[:-1]]
+        self.lengths[: self.size] = [len(token) for token in self.tokens]
+        self.lengths[self.end_of_text] = 0
+        identity = json.dumps([self.vocab, merges, end]).encode()
+        self.sha256 = hashlib.sha256(identity).hexdigest()
+        self.name = NAMES.get(self.sha256, f"bpe-{self.sha256[:12]}")
+        if merges:
+            import tiktoken  # not at the top, because it takes 0.1 s
+
+            # Without any special token, tiktoken would look for an empty one at each character.
+            self.encoding = tiktoken.Encoding(
+                self.name, pat_str=WORD, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
+            )
 
     def encode_bytes(self, text: bytes) -> np.ndarray:
-        return np.frombuffer(text, np.uint8)
+        """Return the tokens of text, uint16. Bytes that are not UTF-8 become U+FFFD if there are
+        merges. An end of text inside a text is ordinary text."""
+        if not self.merges:
+            return self.ids[np.frombuffer(text, np.uint8)]
+        ranks = self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
+        return self.ids[ranks]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_bytes(text.encode()).tolist()
@@ -65,33 +100,107 @@ class Tokenizer:
         """Return the bytes of one token. Padding ids beyond the last token have no bytes."""
         return self.tokens[token] if token < len(self.tokens) else b""
 
-    def files(self, seq_len: int) -> dict[str, bytes]:
+    def files(self, seq_len: int | None = None) -> dict[str, bytes]:
         """Return the files that transformers.AutoTokenizer loads, by name."""
-        config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
-        return self.vocab_files | {"tokenizer_config.json": as_json(config | self.hf_options)}
+        merges = "".join(f"{merge}\n" for merge in ["#version: 0.2", *self.merges])
+        config: dict = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
+        if self.name != "gpt2":
+            # Treat <|endoftext|> inside a text as ordinary text. OpenAI's GPT-2 does not.
+            config |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+        if self.end != END_OF_TEXT:
+            config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.end)
+        return {
+            "vocab.json": json.dumps(self.vocab).encode(),  # with an indent it takes 0.2 s
+            "merges.txt": merges.encode(),
+            "tokenizer_config.json": as_json(config),
+        }
 
 
-class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding, as implemented by tiktoken."""
-
-    hf_options: dict = {}  # none, like OpenAI's: <|endoftext|> in a text becomes the end token
-
-    def __init__(self, vocab_files: dict[str, bytes]):
-        import tiktoken  # not at the top, because it takes 0.1 s
-
-        self.vocab_files = vocab_files
-        super().__init__()
-        ranks = {token: rank for rank, token in enumerate(self.tokens[:-1])}
-        special = {END_OF_TEXT: self.end_of_text}
-        self.encoding = tiktoken.Encoding(
-            "gpt2", pat_str=WORD, mergeable_ranks=ranks, special_tokens=special
-        )
-
-    def encode_bytes(self, text: bytes) -> np.ndarray:  # bytes that are not UTF-8 become U+FFFD
-        return self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
+def as_bytes(token: str) -> bytes:
+    """Return the bytes of a token in vocab.json. Raise KeyError if it is not byte-level."""
+    return bytes(map(BYTES.__getitem__, token))
 
 
-TOKENIZERS: dict[str, Tokenizer] = {"bytes": Tokenizer()}  # loaded so far, by name
+NAMES = {  # of SHA-256
+    "5b5388827ac5e6cf479d22946ec0669ddd6bf3e967c7b798eac297010b921632": "bytes",
+    "9003f2b5e3eea78405bbab764305ed7dab3547f71605c0f321f55c4293d8d389": "gpt2",
+}
+BYTE_TOKENS = Tokenizer({char: byte for byte, char in enumerate([*ALPHABET, END_OF_TEXT])}, [])
+TOKENIZERS = {"bytes": BYTE_TOKENS}  # loaded so far, by name
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """Load the tokenizer whose files are in folder, if any. Raise UserError if it is of another
+    kind."""
+    try:
+        # Path.exists raises an error if the name is too long. AutoTokenizer prefers tokenizer.json.
+        if os.path.exists(folder / "tokenizer.json"):
+            vocab, merges = from_tokenizer_json(read_json(folder / "tokenizer.json"))
+        elif os.path.exists(folder / "merges.txt"):
+            vocab = read_json(folder / "vocab.json")
+            merges = read_small(folder / "merges.txt").decode().splitlines()
+            if merges and merges[0].startswith("#version"):
+                del merges[0]
+            vocab |= read_json(folder / "added_tokens.json")
+            if read_json(folder / "tokenizer_config.json").get("add_prefix_space"):
+                raise ValueError("add_prefix_space")
+        else:
+            return None
+        tokenizer = Tokenizer(vocab, [merge for merge in merges if merge], end_token(folder, vocab))
+    except Exception as error:  # the files may hold anything
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        raise UserError(f"the tokenizer in {folder} is not a byte-level BPE ({reason})") from error
+    return TOKENIZERS.setdefault(tokenizer.name, tokenizer)
+
+
+def from_tokenizer_json(content: dict) -> tuple[dict[str, int], list[str]]:
+    """Return vocabulary and merges of the file that Hugging Face's tokenizers write. Raise
+    ValueError if it has a setting that changes the tokens of a text."""
+    model, split = content["model"], content["pre_tokenizer"]
+    added = content.get("added_tokens", [])
+    wrong = [key for key in ("add_prefix_space",) if split.get(key)]
+    wrong += [key for key in ("dropout", "ignore_merges", "end_of_word_suffix") if model.get(key)]
+    wrong += [f"added token {token['content']!r}" for token in added if not token.get("special")]
+    wrong += ["normalizer"] if content.get("normalizer") else []
+    if (model["type"], split["type"], split.get("use_regex", True)) != ("BPE", "ByteLevel", True):
+        wrong += [f"{model['type']} and {split['type']}"]
+    if wrong:
+        raise ValueError(", ".join(wrong))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return model["vocab"] | {token["content"]: token["id"] for token in added}, merges
+
+
+def end_token(folder: Path, vocab: dict[str, int]) -> str:
+    """Return the token that separates documents."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = read_json(folder / name).get("eos_token", "")
+        token = token["content"] if isinstance(token, dict) else token
+        if token in vocab:
+            return token
+    if END_OF_TEXT not in vocab:
+        raise ValueError(f"neither {END_OF_TEXT} nor an eos_token")
+    return END_OF_TEXT
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(read_small(path)) if path.exists() else {}
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a BPE with up to vocab_size tokens on texts. The same texts give the same tokenizer."""
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    bpe = HuggingFaceTokenizer(BPE())
+    bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)  # splits words by GPT-2's pattern
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    vocab, merges = from_tokenizer_json(json.loads(bpe.to_str()))
+    return Tokenizer(vocab | {END_OF_TEXT: len(vocab)}, merges)
 
 
 def cached_files() -> dict[str, Path]:
@@ -105,27 +214,30 @@ def missing_vocab() -> list[Path]:
     return [path for path in cached_files().values() if not path.exists()]
 
 
-def load_gpt2(folder: Path):
-    """Load GPT-2's tokenizer from a folder, such as a checkpoint, if it holds OpenAI's files."""
-    with suppress(OSError):  # the files are not there
-        files = {name: read_small(folder / name) for name in SHA256}
-        if {name: hashlib.sha256(files[name]).hexdigest() for name in files} == SHA256:
-            TOKENIZERS.setdefault("gpt2", Gpt2Tokenizer(files))
-
-
 def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
-    """Return a tokenizer, or None if it is unknown or not on this machine."""
+    """Return a tokenizer, or None if its files have not been read and are not in tiktoken's
+    cache."""
     if name == "gpt2" and name not in TOKENIZERS and (may_download or not missing_vocab()):
-        from tiktoken.load import read_file_cached
-
-        try:
-            files = {name: read_file_cached(url, SHA256[name]) for name, url in URLS.items()}
-        except OSError as error:  # offline, `requests` raises many kinds of errors
-            if error.errno in DISK_ERRNOS:
-                raise
-            raise UserError(f"no network: {vocab_cure()}, or use --tokenizer bytes") from error
-        TOKENIZERS[name] = Gpt2Tokenizer(files)
+        files = openai_files()
+        merges = files["merges.txt"].decode().splitlines()[1:]
+        TOKENIZERS[name] = Tokenizer(json.loads(files["vocab.json"]), merges)
     return TOKENIZERS.get(name)
+
+
+def openai_files() -> dict[str, bytes]:
+    """Return GPT-2's files from tiktoken's cache, or download them."""
+    from tiktoken.load import read_file_cached
+
+    try:
+        return {name: read_file_cached(url, SHA256[name]) for name, url in URLS.items()}
+    except ValueError as error:  # what came has another SHA-256
+        reason = "the download is not GPT-2's vocabulary (maybe a proxy's page)"
+        raise UserError(f"{reason}: {vocab_cure()}") from error
+    except OSError as error:  # offline, `requests` raises many kinds of errors
+        if error.errno in DISK_ERRNOS:
+            raise
+        reason = f"{error.filename} can't be written" if error.filename else "no network"
+        raise UserError(f"{reason}: {vocab_cure()}") from error
 
 
 def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
@@ -140,6 +252,6 @@ def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
 def vocab_cure() -> str:
     """Return instructions for getting GPT-2's files, online or offline."""
     code = "import tiktoken; tiktoken.get_encoding('gpt2')"
-    files = " and ".join(f"{URLS[name]} as {path.name}" for name, path in cached_files().items())
-    cure = f"download {files} elsewhere, copy both here, and set TIKTOKEN_CACHE_DIR to their folder"
-    return f'run python -c "{code}", or, if offline, {cure}'
+    files = " and ".join(f"{url} as {name}" for name, url in URLS.items())
+    place = "a folder for --tokenizer, or the folder of the data"
+    return f'run python -c "{code}", or save {files} in {place}'

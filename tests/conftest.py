@@ -163,7 +163,7 @@ def make_data(folder: Path) -> Path:
     texts = [b" ".join(rng.choice(words, 60)) for _ in range(12)]
     records = [json.dumps({"text": text.decode()}) + "\n" for text in texts]
     (folder / "text.jsonl").write_text("".join(records))
-    line = ["--input", folder / "text.jsonl", "--data-dir", folder / "tokens"]
+    line = ["--input", folder / "text.jsonl", "--data-dir", folder / "tokens", "--tokenizer=bytes"]
     config = prepare_data.parse_args([*map(str, line), "--val-fraction", "0.2", "--seed", "1"])
     # fewer tokens than the command line takes
     prepare_data.prepare(replace(config, shard_tokens=1009))
@@ -194,7 +194,9 @@ def jsonl(path: Path, *records) -> Path:
 
 
 def prepare(folder: Path, *flags) -> int:
-    return prepare_data.main(["--data-dir", str(folder), *map(str, flags)])
+    """Run prepare_data.py with these flags, and bytes as tokens if they don't say otherwise."""
+    line = ["--data-dir", str(folder), "--tokenizer", "bytes", *map(str, flags)]
+    return prepare_data.main(line)
 
 
 def each_flipped(path: Path, bits: Sequence[int]) -> Iterator[int]:

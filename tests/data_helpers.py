@@ -13,7 +13,7 @@ PROGRAM = prepare_data.__file__
 
 def start(folder: Path, *flags) -> subprocess.Popen:
     """Start prepare_data.py in a process of its own."""
-    command = [sys.executable, PROGRAM, "--data-dir", folder, *flags]
+    command = [sys.executable, PROGRAM, "--data-dir", folder, "--tokenizer", "bytes", *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([str(part) for part in command], **pipes)
 

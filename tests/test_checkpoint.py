@@ -218,8 +218,8 @@ def test_a_reader_whose_checkpoint_a_live_run_removes_looks_again(
     elif reader == "load_model":
         load_model("run")
     elif reader == "--init-from":
-        source, _ = train_gpt2.find_start({"init_from": "run"}, Path("new"))
-        assert source.path == Path("run/step_000010")
+        found, _ = train_gpt2.find_start({"init_from": "run"}, Path("new"))
+        assert found.path == Path("run/step_000010")
     else:
         assert train_gpt2.main(["--eval-only", "--out-dir", "run"]) == 0
         assert "step_000010: 512 validation tokens" in capsys.readouterr().out

@@ -47,7 +47,9 @@ def test_nano_is_the_default_without_a_gpu_and_gpt2_with_one(monkeypatch):
 
 
 def test_the_sizes_have_gpt3s_learning_rates():
-    rates = [resolved(f"--model {name}").learning_rate for name in SHAPES if name != "nano"]
+    rates = [
+        resolved(f"--model {name} --no-muon").learning_rate for name in SHAPES if name != "nano"
+    ]
     assert rates == [6e-4, 3e-4, 2.5e-4, 2e-4]
 
 
@@ -55,13 +57,50 @@ def test_muon_has_a_rate_by_width_and_what_is_typed_wins():
     def rate(line: str) -> float:
         return resolved(line).learning_rate
 
-    assert rate("--model gpt2 --muon") == config_module.muon_learning_rate(768) > 6e-4
-    assert rate("--model gpt2 --muon") == 0.0019  # which is told at the start: no 16 digits
-    assert rate("--model gpt2 --muon --n-embd 384") == config_module.muon_learning_rate(384)
-    assert rate("--model gpt2-xl --muon") < rate("--model gpt2-medium --muon") < rate("")
-    assert rate("--muon --learning-rate 0.5") == 0.5 and rate("--model gpt2") == 6e-4
+    assert rate("--model gpt2") == config_module.muon_learning_rate(768) > 6e-4
+    assert rate("--model gpt2") == 0.0019  # which is told at the start: no 16 digits
+    assert rate("--model gpt2 --n-embd 384") == config_module.muon_learning_rate(384)
+    assert rate("--model gpt2-xl") < rate("--model gpt2-medium") < rate("")
+    assert rate("--learning-rate 0.5") == 0.5 and rate("--model gpt2 --no-muon") == 6e-4
     betas = [resolved(line).beta1 for line in ("--muon", "--no-muon", "--muon --beta1 0.7")]
     assert betas == [0.8, 0.9, 0.7]
+
+
+OPTIMIZERS = {  # whether the matrices are Muon's
+    "": True,
+    "--model gpt2-xl": True,
+    "--no-muon": False,
+    "--init-from gpt2": False,
+    "--init-from gpt2 --muon": True,
+    "--batch-tokens 64 --n-embd 384": True,  # nano is quick with either
+    "--model gpt2 --batch-tokens 4607": False,  # below 6 * 768, Muon takes over a third of a step
+    "--model gpt2 --batch-tokens 4608": True,
+    "--model gpt2 --batch-tokens 4607 --muon": True,
+    "--model gpt2 --batch-tokens 4608 --n-embd 960": False,
+}
+
+
+@pytest.mark.parametrize("line", OPTIMIZERS)
+def test_new_weights_are_trained_by_muon_unless_there_is_a_reason(line):
+    config, reasons = resolve(read_flags(line.split()), None, None, CPU)
+    assert config.muon == OPTIMIZERS[line]
+    assert ("--no-muon" in reasons) == ("--batch-tokens" in line and not config.muon)
+    for had in (True, False):  # a run from before the default changed goes on as it was
+        state = saved("--steps 9")
+        state["config"]["muon"] = had
+        assert resolved("--batch-tokens 9", state).muon == had
+
+
+def test_the_first_command_on_a_gpu_takes_half_a_minute():
+    for line, steps, batch_tokens in (
+        ("--model gpt2", 240, 65_536),
+        ("--model gpt2-medium --steps 9", 9, 65_536),
+        ("--model gpt2 --data-dir mine", 50, 524_288),
+        ("--model gpt2 --init-from gpt2", 50, 32_768),
+        ("", 700, 2048),
+    ):
+        config = resolved(line)
+        assert (config.steps, config.batch_tokens) == (steps, batch_tokens), line
 
 
 RESIDUAL = {  # whether a GPU of 2020 has a residual stream in bfloat16
@@ -268,6 +307,7 @@ def test_no_value_of_a_flag_is_a_traceback(name, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("words", [["out/my run"], ["it's", "$HOME"], ["plain"]], ids=str)
 def test_what_is_printed_can_be_pasted_into_the_shell_of_the_system(words, monkeypatch):
     """cmd.exe passes on single quotes, so that a pasted --resume began a new run."""
+    monkeypatch.setattr(cli.os, "name", "posix")
     assert shlex.split(cli.quoted(*words)) == words
     monkeypatch.setattr(cli.os, "name", "nt")
     windows = cli.quoted(*words)

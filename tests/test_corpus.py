@@ -27,10 +27,13 @@ from dataloader import (
     TokenFolder,
     open_folder,
 )
+from model import GPTConfig
 from support import corpus
 from support.corpus import check_data
 from support.ending import UserError
 from support.files import FolderLock
+from support.pretrained import Pretrained
+from support.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("content", [llmc(), npy(), RAW], ids=["llm.c", "npy", "raw"])
@@ -66,8 +69,12 @@ def test_what_is_not_a_file_is_refused_and_does_not_hang(make, tmp_path):
 def prepared(tmp_path) -> Path:
     """A folder that prepare_data.py wrote."""
     (tmp_path / "text").write_bytes(b"a line\n" * 1000)
-    assert prepare(tmp_path / "data", "--input", tmp_path / "text", "--shard-tokens", 2000) == 0
+    assert prepare_again(tmp_path / "data") == 0
     return tmp_path / "data"
+
+
+def prepare_again(folder: Path) -> int:
+    return prepare(folder, "--input", folder.parent / "text", "--shard-tokens", 2000)
 
 
 def test_only_what_the_manifest_names_counts(prepared):
@@ -123,7 +130,7 @@ def test_what_is_no_manifest_is_refused_in_one_line(case, prepared, capsys):
     (prepared / "manifest.json").write_bytes(NO_MANIFESTS[case])
     with pytest.raises(ShardError, match="manifest.json is damaged: .*; prepare it again"):
         open_folder(prepared)
-    assert prepare(prepared, "--verify") == 2
+    assert prepare_again(prepared) == 2
     assert "manifest.json is damaged" in error_of(capsys)
 
 
@@ -151,13 +158,13 @@ def test_any_field_of_a_manifest_may_hold_anything(place, prepared, capsys):
         except (OSError, ValueError, UserError) as error:
             assert len(str(error).splitlines()) == 1 and len(str(error)) < 1000
         capsys.readouterr()
-        if prepare(prepared, "--verify"):
+        if prepare_again(prepared):
             error_of(capsys)
 
 
 def folder_of(path: Path, splits: list[list[np.ndarray]]) -> TokenFolder:
     """Return the shards of both splits, written into the folder path under names of its own."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     for split, shards in zip(("train", "val"), splits, strict=True):
         for i, tokens in enumerate(shards):
             write_shard(path / f"{path.name}_{split}_{i}.bin", tokens)
@@ -186,24 +193,83 @@ def test_with_a_manifest_the_fingerprint_is_of_its_sha256s(prepared):
 
 
 def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):
+    def weights(name: str) -> Pretrained:
+        return Pretrained(Path("my weights"), GPTConfig(), {}, name)
+
     data = open_folder(prepared)
-    check_data(data, 16, "bytes", 257)
-    check_data(data, 16, "unknown", 50257)
-    with pytest.raises(UserError, match="prepare --data-dir with --tokenizer gpt2, not bytes"):
-        check_data(data, 16, "gpt2", 50257)
+    check_data(data, 16, weights("bytes"), 257)
+    check_data(data, 16, weights("unknown"), 50257)
+    for name, cure in {"gpt2": "gpt2", "bpe-0123": "'my weights'"}.items():
+        match = f"^my weights knows {name} tokens, but .* holds bytes: .* with --tokenizer {cure}$"
+        with pytest.raises(UserError, match=match):
+            check_data(data, 16, weights(name), 50257)
     with pytest.raises(UserError, match="holds token 256, but the network only knows 0 to 64"):
-        check_data(data, 16, "unknown", 65)
+        check_data(data, 16, None, 65)
     with pytest.raises(ShardError, match="--seq-len 5000 needs"):
-        check_data(data, 5000, "bytes", 257)
+        check_data(data, 5000, weights("bytes"), 257)
     others = folder_of(tmp_path / "others", [[np.arange(64)], [np.arange(65)]])
-    check_data(others, 16, "unknown", 65)  # without a manifest, read to find its largest id
+    check_data(others, 16, None, 65)  # without a manifest, read to find its largest id
     with pytest.raises(UserError, match="holds token 64, but the network only knows 0 to 63"):
-        check_data(others, 16, "unknown", 64)
+        check_data(others, 16, None, 64)
 
 
 def test_ids_beyond_the_vocabulary_are_refused_at_the_start_without_a_manifest_too(tmp_path):
     with pytest.raises(DamagedShard, match="holds token 60000, above 50256"):
         folder_of(tmp_path / "data", [[np.arange(500)], [np.full(700, 60_000)]])
+
+
+def test_the_split_is_a_word_of_the_files_name():
+    names = {
+        "train": "train.bin medieval_train_1.bin Train_0.npy training0.bin mytrain.bin",
+        "val": "fineweb_val_000000.bin x-validation-3.bin valid.bin medieval_val.bin evalset.bin",
+        "": "train_val.bin test.bin valtrain.bin",
+    }
+    for split, files in names.items():
+        assert {dataloader.split_of(name) for name in files.split()} == {split}
+
+
+def test_what_is_left_out_and_what_is_assumed_is_said(tmp_path):
+    one, other = np.arange(500), np.arange(600)
+    folder = folder_of(tmp_path / "data", [[one, other], [one]]).folder
+    shutil.copy(folder / "data_train_1.bin", folder / "data_train_1 (copy).bin")
+    write_shard(folder / "test.bin", one)
+    data = open_folder(folder)
+    assert [shard.num_tokens for shard in data.train + data.val] == [500, 600, 500]
+    assert [note.partition(": ")[2] for note in data.notes] == [
+        "data_train_1.bin, a copy of data_train_1 (copy).bin",
+        "test.bin, whose name must say either train or val",
+        "assumed gpt2 tokens",
+    ]
+    # The vocabulary beside shards says what they hold.
+    for name, content in load_tokenizer("bytes").files().items():
+        (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match="holds token 499, above 256"):
+        corpus.open_tokens(folder)
+    for file in folder.glob("*.bin"):
+        file.unlink()
+    data = folder_of(folder, [[np.arange(200)], [np.arange(257)]])
+    data = corpus.open_tokens(folder)
+    assert (data.tokenizer, data.vocab_size) == ("bytes", 257)
+    (folder / "meta.pkl").write_bytes(b"a pickle")
+    assert "meta.pkl, a pickle, is not read" in open_folder(folder).notes[-1]
+
+
+def test_nanogpts_characters_have_as_many_rows_as_there_are_characters(tmp_path):
+    folder = folder_of(tmp_path / "data", [[np.arange(64)], [np.arange(65)]]).folder
+    (folder / "meta.pkl").write_bytes(b"a pickle")
+    config = TrainConfig(model="nano", data_dir=str(folder), seq_len=16, warmup_steps=0)
+    assert corpus.open_data(config, None)[1] == 65
+
+
+def test_a_vocabulary_that_is_not_the_manifests_is_refused(prepared):
+    other = {name: text for name, text in load_tokenizer("bytes").files().items()}
+    vocab = json.loads(other["vocab.json"])
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    for name, content in (other | {"vocab.json": json.dumps(vocab).encode()}).items():
+        (prepared / name).write_bytes(content)
+    match = "holds tokens of bytes, but the vocabulary of bpe-[0-9a-f]{12}: prepare it again"
+    with pytest.raises(UserError, match=match):
+        corpus.open_tokens(prepared)
 
 
 def test_a_shard_without_a_manifest_is_opened_a_few_times(tmp_path, monkeypatch):
@@ -234,7 +300,8 @@ def test_the_own_corpus_outlives_the_vocabulary(tmp_path, monkeypatch):
 def test_if_the_own_corpus_can_not_be_made_the_message_names_no_other_cure(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(corpus.subprocess, "run", lambda command: SimpleNamespace(returncode=6))
-    with pytest.raises(UserError, match="data/stdlib-bytes could not be made: fix that, or name"):
+    folder = re.escape(str(Path("data/stdlib-bpe")))
+    with pytest.raises(UserError, match=f"{folder} could not be made: fix that, or name"):
         corpus.open_data(TrainConfig(model="nano", warmup_steps=0), None)
 
 
@@ -242,21 +309,22 @@ def test_if_the_own_corpus_can_not_be_made_the_message_names_no_other_cure(tmp_p
 def test_who_needs_the_own_corpus_waits_for_whoever_is_making_it(tmp_path, monkeypatch, name):
     """As two first runs, started at once. Here, the first is at its beginning, or has begun."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare_data, "standard_library", lambda: [__file__])
+    files = sorted(map(str, Path(__file__).parent.glob("test_*.py")))
+    monkeypatch.setattr(prepare_data, "standard_library", lambda: files)
     assert prepare_data.main([]) == 0
-    whole = open_folder(Path("data/stdlib-bytes"))
-    Path("data/stdlib-bytes").rename("whole")
-    Path("data/stdlib-bytes").mkdir()
-    Path("data/stdlib-bytes", name).write_bytes(Path("whole/manifest.json").read_bytes())
+    whole = open_folder(Path("data/stdlib-bpe"))
+    Path("data/stdlib-bpe").rename("whole")
+    Path("data/stdlib-bpe").mkdir()
+    Path("data/stdlib-bpe", name).write_bytes(Path("whole/manifest.json").read_bytes())
     has_locked = Event()
 
     def make():
-        lock = FolderLock(Path("data/stdlib-bytes"))
+        lock = FolderLock(Path("data/stdlib-bpe"))
         lock.acquire()
         has_locked.set()
         time.sleep(0.5)
-        shutil.copytree("whole", "data/stdlib-bytes", dirs_exist_ok=True)
-        Path("data/stdlib-bytes", UNFINISHED).unlink(missing_ok=True)
+        shutil.copytree("whole", "data/stdlib-bpe", dirs_exist_ok=True)
+        Path("data/stdlib-bpe", UNFINISHED).unlink(missing_ok=True)
         lock.release()
 
     Thread(target=make).start()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,30 +26,9 @@ CPU = torch.device("cpu")
 
 def resolve(on: torch.device, **typed) -> tuple[set[str], dict[str, bool]]:
     """Return what is off on a device with these flags, and those that are chosen for it."""
-    config, off = config_module.resolve(typed, None, None, on)
+    config, reasons = config_module.resolve(typed, None, None, on)
     names = ("tf32", "bf16", "fp16", "flash")
-    return {*off}, {name: getattr(config, name) for name in names}
-
-
-@pytest.mark.parametrize(
-    ("cpu", "nano", "gpt2"),
-    [
-        ("avx512f avx512_vnni", {"bf16"}, {"bf16"}),
-        ("avx512f avx512_bf16 avx512_fp16", {"flash"}, set()),
-        ("avx512_bf16 amx_bf16 amx_tile", {"flash"}, set()),
-        ("asimd i8mm bf16", {"flash"}, set()),
-    ],
-)
-def test_a_cpu_does_without_what_gains_nothing(monkeypatch, tmp_path, cpu, nano, gpt2):
-    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {cpu}\n")
-    monkeypatch.setattr(device, "CPUINFO", tmp_path / "cpuinfo")
-    for model, expected in {"nano": nano, "gpt2": gpt2}.items():
-        assert resolve(CPU, model=model)[0] == {"tf32", "compile"} | expected
-        assert not {"bf16", "flash"} & resolve(CPU, model=model, bf16=True, flash=True)[0]
-        assert "flash" not in resolve(CPU, model=model, bf16=False, seq_len=128)[0]
-        for seq_len, is_off in {512: "bf16" in cpu, 513: False}.items():
-            off, flags = resolve(CPU, model=model, bf16=True, seq_len=seq_len)
-            assert ("flash" in off) == (not flags["flash"]) == is_off
+    return {flag[5:] for flag in reasons}, {name: getattr(config, name) for name in names}
 
 
 def put_in_card(monkeypatch, capability: tuple[int, int]) -> torch.device:
@@ -86,7 +66,112 @@ def test_compile_that_fails_names_what_is_missing(monkeypatch):
     ):
         monkeypatch.setattr(device, "find_spec", lambda _, known=has_triton: known)
         reason, told = device.why_not_compile(torch.device(kind))
-        assert cure in told and "--no-compile" in told and "C compiler" in reason
+        assert cure in reason and "--no-compile" in told and "C compiler" in reason
+
+
+def test_a_gpu_that_torch_cannot_use_is_one_line(monkeypatch, capsys, tmp_path):
+    """Its driver is too old, or torch has no code for it, or another process has it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # so says NVML
+    randn = torch.randn
+
+    def too_old(*_):
+        raise RuntimeError("The NVIDIA driver on your system is too old\nmore lines")
+
+    def no_kernel(*args, device=None, **options):
+        if device is not None and torch.device(device).type == "cuda":
+            raise RuntimeError("CUDA error: no kernel image is available\nmore lines")
+        return randn(*args, device=device, **options)
+
+    for put, reason in (
+        (lambda: monkeypatch.setattr(torch.cuda, "set_device", too_old), "driver on your system"),
+        (lambda: monkeypatch.setattr(torch.cuda, "set_device", lambda _: None), "no kernel image"),
+    ):
+        put()
+        monkeypatch.setattr(torch, "randn", no_kernel)
+        assert train_gpt2.main(["--out-dir=x", "--steps=1"]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert reason in line and "more lines" not in line and "--device cpu" in line
+        monkeypatch.setattr(torch, "randn", randn)
+    for reason in ("CUDA out of memory. Tried to", "CUDA-capable device(s) is/are busy"):
+
+        def in_use(*_, reason=reason):
+            raise torch.AcceleratorError(reason)
+
+        monkeypatch.setattr(torch.cuda, "set_device", in_use)
+        assert train_gpt2.main(["--out-dir=x", "--steps=1"]) == 2
+        assert "nvidia-smi" in capsys.readouterr().err
+    assert not os.listdir()
+
+
+def test_a_device_whose_driver_spills_says_that_memory_is_full(monkeypatch):
+    shares = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *a: shares.append(a))
+    for system, release, spills in (
+        ("win32", "11", True),
+        ("linux", "5.15.153.1-microsoft-standard-WSL2", True),
+        ("linux", "6.8.0", False),
+    ):
+        shares.clear()
+        monkeypatch.setattr(sys, "platform", system)
+        monkeypatch.setattr(device.platform, "release", lambda release=release: release)
+        device.forbid_spilling(torch.device("cuda", 0))
+        assert shares == ([(0.95 * 0.75, torch.device("cuda", 0))] if spills else [])
+
+
+def test_compiled_code_of_another_precision_or_other_kernels_has_another_tag(monkeypatch):
+    import torch._functorch.config
+    import torch.compiler.config
+
+    tags = []
+    for dtype, deprioritized in (
+        (torch.float16, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, "1"),
+    ):
+        if deprioritized:
+            monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", deprioritized)
+        device.tag_compiled_code(dtype)
+        tags.append(torch.compiler.config.cache_key_tag)
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
+    device.tag_compiled_code(torch.bfloat16)
+    tags.append(torch.compiler.config.cache_key_tag)
+    torch.compiler.config.cache_key_tag = ""
+    assert len({*tags}) == 4
+    monkeypatch.setitem(sys.modules, "torch.compiler.config", None)  # as in torch 2.5
+    monkeypatch.delattr(torch.compiler, "config")
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
+    device.tag_compiled_code(torch.bfloat16)
+    assert not torch._functorch.config.enable_autograd_cache
+
+
+def test_cards_that_differ_only_in_memory_may_work_together(monkeypatch):
+    def properties(card):
+        return SimpleNamespace(major=8, minor=0, multi_processor_count=card.index // 2)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    cards = [device.rounding(torch.device("cuda", index)) for index in range(3)]
+    assert cards[0] == cards[1] != cards[2]
+
+
+def test_compiled_code_gets_twice_the_micro_batch_where_it_is_small(monkeypatch):
+    """The plain network, which is tried first, needs twice the memory."""
+    gpu = World(0, 1, torch.device("cuda", 0))
+    model = GPT(GPTConfig(4, 2, 1, 1, 4))
+    monkeypatch.setattr(fit, "has_moved", lambda *_: False)
+
+    def sizes(most: int, state=None, **flags) -> list[int]:
+        config = TrainConfig(warmup_steps=0, seq_len=8, batch_tokens=8 * 48, **flags)
+        monkeypatch.setattr(fit, "pass_fits", lambda model, B, *_: most >= B)
+        return [*fit.micro_batch_sizes(model, config, gpu, state)]
+
+    assert sizes(5) == [8, 4, 6, 3, 4, 2, 2, 1]  # of 48 sequences
+    assert sizes(5, compile=False) == [4, 3, 2, 1]
+    assert sizes(50)[:2] == [48, 24]
+    assert sizes(5, {"micro_batch_size": 8})[:2] == [8, 8]  # a resume begins with what it had
+    assert sizes(5, {"micro_batch_size": 7})[0] == 8  # which does not divide other batches
 
 
 NO_MEMORY = [
@@ -203,6 +288,15 @@ def test_a_known_card_has_a_peak():
         "NVIDIA T400": None,
         "NVIDIA GeForce RTX 3090 Ti": None,
         "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+        "NVIDIA GB200": 2250,
+        "NVIDIA L4": 121,
+        "NVIDIA L40S": 362,
+        "NVIDIA L40": None,
+        "NVIDIA A10G": 70,
+        "NVIDIA A10": None,
+        "NVIDIA GeForce RTX 4080 SUPER": None,
         "AMD EPYC": None,
     }.items():
         assert device.peak_tflops(name) == peak, name

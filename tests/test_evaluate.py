@@ -53,6 +53,39 @@ def test_ranks_without_the_tokenizer_leave_no_wrong_bits_per_byte(whole, data_di
     assert "bits_per_byte" in found[0] and "bits_per_byte" not in found[1]
 
 
+@pytest.mark.parametrize(("batches", "is_compiled"), [(64, False), (65, True)])
+def test_a_short_validation_compiles_no_forward_pass(data_dir, batches, is_compiled):
+    class Compiled(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.calls = model, 0
+
+        def forward(self, *args):
+            self.calls += 1
+            return self.model(*args)
+
+    loader = ShardLoader([open_shard(data_dir / "train_000000.bin")], 1, 4)
+    model = GPT(GPTConfig(257, 16, 1, 1, 4))
+    net = Compiled(model)
+    config = TrainConfig(bf16=False, warmup_steps=0, eval_tokens=4 * batches)
+    evaluate.validate(net, model, loader, "bytes", config, World(0, 1, torch.device("cpu")))
+    assert net.calls == (batches if is_compiled else 0)
+
+
+def test_a_sample_ends_with_the_document_and_the_next_one_begins():
+    """A network that says a a a <|endoftext|>, by position, whatever it has read."""
+    model = GPT(GPTConfig(257, 16, 1, 1, 4)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model.transformer.ln_f.weight.fill_(1)
+        model.transformer.wte.weight[ord("a"), 0] = model.transformer.wte.weight[256, 1] = 1
+        model.transformer.wpe.weight[:, 0] = 2
+        model.transformer.wpe.weight[5] = torch.tensor([0.0, 2, 0, 0])
+    config = TrainConfig(bf16=False, warmup_steps=0, prompt="one", num_samples=2, temperature=0)
+    assert evaluate.samples(model, "bytes", config) == "oneaaa\n---\noneaaa"
+
+
 @pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
 def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, name):
     """Of a set that begins with single letters and ends with long words, for any number of tokens,
@@ -120,9 +153,9 @@ def test_choices_are_those_of_an_independent_scoring(count, tmp_path):
         choices.append(best[0])
         for name, choice in zip(right, best, strict=True):
             right[name].append(choice == question["label"])
-    source = read_weights(tmp_path / "hf")
-    model = GPT(source.shape)
-    load_weights(model, source)
+    pretrained = read_weights(tmp_path / "hf")
+    model = GPT(pretrained.shape)
+    load_weights(model, pretrained)
     examples = open_questions(str(path), 257, "bytes")
     losses = evaluate.choice_losses(model, examples, ALONE.device)
     assert [sums.argmin() for sums in losses] == choices

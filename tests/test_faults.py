@@ -850,6 +850,17 @@ def test_a_pause_is_no_hang(moment, ranks, trial):
     trial.goes_on(ranks, partial(stop_all, moment))
 
 
+def save_slowly(rank: int):
+    """Injection: a save on a slow disk takes three limits of the watchdog."""
+    train_gpt2.ending.TIMEOUT_S = 1
+    before("checkpoint.save", 2, lambda *_: time.sleep(3), 0, rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_slow_disk_is_no_hang(ranks, trial):
+    trial.goes_on(ranks, save_slowly)
+
+
 def hold_output(rank: int):
     """Injection: for three limits of the watchdog nobody reads the output, as with `less`."""
     train_gpt2.ending.TIMEOUT_S = 1

@@ -30,7 +30,7 @@ def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path, monkeypatch
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel draws into the cell
     read = notebook()
     for cell in read.cells:  # as long as a test may take
-        cell.source = cell.source.replace('"nano", 1200', '"nano", 60')
+        cell.source = cell.source.replace('"nano", 700', '"nano", 60')
     folder = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(read, timeout=400, resources=folder).execute()
     texts, num_pictures = [], 0
@@ -41,7 +41,7 @@ def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path, monkeypatch
     assert num_pictures == 3  # losses, attention, the ladder
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", "".join(texts))  # as of a progress bar
     train, resumed, sample, logits = [text for text in texts if text]
-    assert "done: 60 steps" in train and len(train.splitlines()) < 60
+    assert "done: 60 steps" in train and 0 < len(re.findall("^step ", train, re.M)) < 30
     assert "resumed after step 60" in resumed and "done: 75 steps" in resumed
     assert sample.startswith("def mean(values):") and len(sample) > 200
     assert len(re.findall(r"^0\.\d{3}  b'", logits, re.M)) == 5

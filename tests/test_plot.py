@@ -73,7 +73,8 @@ def test_a_damaged_line_of_a_log_is_skipped_and_counted(tmp_path):
     folder = write_log(tmp_path / "run", *records, data_dir="FineWeb-Edu")
     done = run_program(folder, "--against", "reference", cwd=tmp_path)
     assert done.returncode == 0 and "3.5000 after step 2" in done.stdout
-    assert done.stderr == f"{folder}/log.jsonl: damaged lines, skipped: {len(DAMAGED)}\n"
+    log = Path(folder, "log.jsonl")
+    assert done.stderr == f"{log}: damaged lines, skipped: {len(DAMAGED)}\n"
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
@@ -97,7 +98,7 @@ def test_no_flipped_bit_of_a_log_is_a_traceback(count, tmp_path, monkeypatch, ca
 @pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
 def test_a_name_in_another_alphabet_or_with_dollars_is_no_traceback(tmp_path):
     """A pipe on Windows may know only Western Europe's; two dollars begin a formula."""
-    folders = [write_log(tmp_path / name, step(1, 9.0)) for name in ("書", "$\\frac$ $")]
+    folders = [write_log(tmp_path / name, step(1, 9.0)) for name in ("書", "$frac_$")]
     env = os.environ | {"PYTHONIOENCODING": "cp1252"}
     done = run_program(*folders, "--out", tmp_path / "ж.png", cwd=tmp_path, env=env)
     assert done.returncode == 0 and "\\u66f8" in done.stdout and "Traceback" not in done.stderr
@@ -217,7 +218,7 @@ def test_runs_are_drawn_and_no_file_is_overwritten(tmp_path):
     picture = Path(path).read_bytes()
     assert picture.startswith(b"\x89PNG") and picture[16:20] == (3000).to_bytes(4, "big")
     again = run_program(folders[0], cwd=tmp_path)
-    assert again.stdout == f"{tmp_path}/a/curves-2.png\n"
+    assert again.stdout == f"{tmp_path / 'a' / 'curves-2.png'}\n"
     assert Path(path).read_bytes() == picture and not list(tmp_path.glob("*.png"))
 
 
@@ -242,7 +243,7 @@ def test_a_folder_stands_for_the_runs_below_it(tmp_path):
     write_log(tmp_path / "out" / "waiting")  # has no step yet
     lines = str(tmp_path / "out"), str(tmp_path / "other" / "c"), "--against", "reference"
     done = run_program(*lines, cwd=tmp_path)
-    named = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    named = [line.partition(": ")[0] for line in done.stdout.splitlines()]
     assert named == [str(tmp_path / name) for name in ("out/b", "out/more/a", "other/c")]
     assert (done.returncode, done.stderr) == (0, "")
 

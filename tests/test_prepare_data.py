@@ -2,17 +2,17 @@
 
 import errno
 import hashlib
-import http.server
 import io
 import json
+import multiprocessing
 import os
 import random
-import re
 import signal
+import string
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -26,9 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_data
-from dataloader import UNFINISHED, VOCAB_SIZES, ShardError, open_folder
-from support import inputs
-from support.tokenizer import load_tokenizer
+from dataloader import UNFINISHED, ShardError, open_folder
+from support import corpus, inputs
+from support.tokenizer import load_tokenizer, read_tokenizer, train_tokenizer
 
 
 class Killed(BaseException):
@@ -39,21 +39,16 @@ class Killed(BaseException):
 
 MISTAKES = {
     "no file": ("--input nowhere --data-dir data", "--input nowhere: there is no such file"),
-    "no text": ("--input empty --data-dir data", "tokens for train, too few: skipped, empty"),
+    "no text": ("--input empty --data-dir data", "tokens for train, too few: file skipped, empty"),
     "a letter": ("--input a --data-dir data", "0 tokens for train, too few: add more text"),
-    "no manifest": ("--verify --data-dir data", "manifest.json is damaged: FileNotFoundError"),
-    "no folder": ("--verify", "--verify needs --data-dir, for example --data-dir data/book"),
     "no folder for text": ("--input a", "--input needs --data-dir"),
-    "two sources": ("--input a --download fineweb", "--input and --download conflict"),
-    "no effect": ("--verify --seed 1 --data-dir data", "--verify and --seed conflict"),
-    "no shards": ("--input a --data-dir data --shards 3", "--shards 3 needs --download"),
-    "no records": ("--input a --data-dir data --text-field x", "--text-field is for .jsonl, .json"),
+    "no records": ("--input a --data-dir data --text-field x", "--text-field x has no effect"),
     "a name alone": ("book.txt", "did you mean --input book.txt?"),
     "other names": ("--input a --out data", "--out here is --data-dir"),
     "misspelt": ("--inptu a", "did you mean --input?"),
     "no number": ("--seed x", "invalid int value"),
     "too large": ("--val-fraction 0.6", "must be at most 0.5"),
-    "no tokenizer": ("--tokenizer gpt4", "invalid choice: 'gpt4'"),
+    "no tokenizer": ("--tokenizer gpt4", "--tokenizer gpt4 is none of bpe, bytes, gpt2, or"),
 }  # fmt: skip
 
 
@@ -96,9 +91,11 @@ def tokens_of_pieces(document: bytes, tokenizer: str) -> list[int]:
     """Return the tokens of a document that is cut every 16 bytes or so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs, "PIECE", 16)
-        parts = [(i == 0, piece) for i, piece in enumerate(inputs.pieces(io.BytesIO(document)))]
+        text = io.StringIO(document.decode(errors="surrogateescape"))
+        parts = [(i == 0, piece) for i, piece in enumerate(inputs.pieces(text))]
     assert b"".join(piece for _, piece in parts) == document
-    return prepare_data.tokenize(load_tokenizer(tokenizer), parts).tolist()
+    assert load_tokenizer(tokenizer)
+    return prepare_data.tokenize(tokenizer, parts).tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -127,9 +124,8 @@ def test_without_a_network_the_message_names_the_files_to_fetch(tmp_path, monkey
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert prepare(tmp_path / "data", "--input", __file__, "--tokenizer", "gpt2") == 2
-    names = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
     error = error_of(capsys)
-    assert all(name in error for name in (*names, "TIKTOKEN_CACHE_DIR", "--tokenizer bytes"))
+    assert "no network" in error and "encoder.json as vocab.json" in error
     assert os.listdir(tmp_path) == []
 
 
@@ -192,7 +188,9 @@ def test_the_manifest_says_what_the_shards_hold(tmp_path):
     flags = ("--input", texts, "--shard-tokens", 1024, "--val-fraction", 0.3)
     assert prepare(tmp_path / "data", *flags) == 0
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
-    assert manifest["tokenizer"] == {"name": "bytes"}
+    sha256 = load_tokenizer("bytes").sha256
+    expected = {"name": "bytes", "sha256": sha256, "vocab_size": 257, "end_of_text": 256}
+    assert manifest["tokenizer"] == expected
     num_documents = 0
     for split in ("train", "val"):
         entries = manifest[split]["shards"]
@@ -209,24 +207,96 @@ def test_the_manifest_says_what_the_shards_hold(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tokenizer", ["bytes", pytest.param("gpt2", marks=[NEEDS_GPT2, pytest.mark.slow])]
+    "tokenizer", ["bytes", "bpe", pytest.param("gpt2", marks=[NEEDS_GPT2, pytest.mark.slow])]
 )
-def test_workers_change_no_byte_and_the_tokens_are_the_tokenizers(tokenizer, tmp_path):
-    files = inputs.standard_library()[::60]
+def test_workers_change_no_byte_and_the_tokens_are_the_tokenizers(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, "MIN_FOR_WORKERS", 0)
+    root = Path(PROGRAM).parent
+    files = sorted([*root.glob("*.py"), *root.glob("support/*.py"), *root.glob("tests/*.py")])
     flags = ("--input", *files, "--tokenizer", tokenizer, "--shard-tokens", 20_011)
     folders = [tmp_path / str(workers) for workers in (0, 1, 3)]
     for folder in folders:
         assert prepare(folder, *flags, "--val-fraction", 0.1, "--workers", folder.name) == 0
     assert content(folders[0]) == content(folders[1]) == content(folders[2])
-    end_of_text = VOCAB_SIZES[tokenizer] - 1
-    found = documents_of(folders[0], "train", end_of_text) + documents_of(
-        folders[0], "val", end_of_text
-    )
-    encode = load_tokenizer(tokenizer).encode_bytes
-    texts = [Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf") for file in files]
-    assert sorted(found) == sorted(encode(text).tolist() for text in texts if text)
+    ours = read_tokenizer(folders[0])
+    found = [
+        document
+        for split in ("train", "val")
+        for document in documents_of(folders[0], split, ours.end_of_text)
+    ]
+    texts = [file.read_bytes() for file in files]
+    assert sorted(found) == sorted(ours.encode_bytes(text).tolist() for text in texts if text)
+    data = corpus.open_tokens(folders[0])
+    assert (data.tokenizer, data.vocab_size) == (ours.name, ours.size)
+    assert ours.size == {"bytes": 257, "bpe": 4096, "gpt2": 50257}[tokenizer]
 
 
+def test_the_vocabulary_is_trained_on_a_part_of_a_long_text_from_all_of_it(tmp_path, monkeypatch):
+    for letter in string.ascii_lowercase:
+        (tmp_path / f"{letter}.txt").write_text(f"{letter * 7} {letter * 9} " * 30_000)
+    monkeypatch.setattr(prepare_data, "SAMPLE_BYTES", 4 << 20)
+    read = []
+
+    def train(texts, vocab_size):
+        read.extend(texts)
+        return train_tokenizer(read, vocab_size)
+
+    monkeypatch.setattr(prepare_data, "train_tokenizer", train)
+    flags = ("--input", tmp_path / "*.txt", "--tokenizer", "bpe", "--vocab-size", 300)
+    assert prepare(tmp_path / "data", *flags) == 0
+    size = sum(map(len, read))
+    assert 1 << 20 <= size <= 6 << 20  # of 14 MB
+    letters = [letter for letter in string.ascii_lowercase if any(letter in text for text in read)]
+    assert letters[0] < "m" < letters[-1] and len(letters) < 26
+
+
+def test_another_folders_tokenizer_is_taken_and_may_be_a_checkpoints(tmp_path, whole, capsys):
+    texts = write_texts(tmp_path / "texts")
+    flags = ("--input", texts, "--tokenizer")
+    assert prepare(tmp_path / "a", *flags, "bpe", "--vocab-size", 300) == 0
+    assert prepare(tmp_path / "b", *flags, tmp_path / "a") == 0
+    assert stream(tmp_path / "a", "train") == stream(tmp_path / "b", "train")
+    assert prepare(tmp_path / "c", *flags, whole[1] / "step_000012") == 0
+    assert open_folder(tmp_path / "c").tokenizer == "bytes"
+    capsys.readouterr()
+    assert prepare(tmp_path / "d", *flags, texts) == 2
+    assert "is none of bpe, bytes, gpt2, or a folder" in error_of(capsys)
+    assert prepare(tmp_path / "d", *flags, "bytes", "--vocab-size", 300) == 2
+    assert "--vocab-size 300 needs --tokenizer bpe" in error_of(capsys)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_folder_that_holds_a_vocabulary_is_not_written_to(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "merges.txt").write_text("somebody's")
+    assert prepare(tmp_path / "data", "--input", __file__) == 2
+    assert "holds merges.txt but no manifest.json" in error_of(capsys)
+    assert content(tmp_path / "data") == {"merges.txt": b"somebody's"}
+
+
+def test_a_preparation_goes_on_with_the_tokenizer_that_it_began_with(tmp_path, monkeypatch, capsys):
+    texts = write_texts(tmp_path / "texts")
+    flags = ("--input", texts, "--tokenizer", "bpe", "--vocab-size", 300, "--shard-tokens", 1024)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(prepare_data.Split, "finish_shard", kill_after_two)
+        prepare(tmp_path / "data", *flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "train_tokenizer", None)  # it is not trained again
+        assert prepare(tmp_path / "data", *flags) == 0
+    assert prepare(tmp_path / "whole", *flags) == 0
+    assert content(tmp_path / "data") == content(tmp_path / "whole")
+    capsys.readouterr()
+    assert prepare(tmp_path / "data", *flags, "--vocab-size", 301) == 2
+    assert "was made with --vocab-size 300, not 301" in error_of(capsys)
+
+
+def kill_after_two(split, finish_shard=prepare_data.Split.finish_shard):
+    if len(split.shards) == 2:
+        raise Killed
+    finish_shard(split)
+
+
+@NEEDS_POSIX  # for its resource
 def test_a_long_text_takes_little_memory(tmp_path):
     """The peak of a process does not grow with its input, beyond the shard that it fills."""
     peaks = []
@@ -327,14 +397,13 @@ def test_who_is_refused_leaves_the_files_of_who_is_at_work(tmp_path, capsys):
 def test_what_was_killed_before_its_first_shard_may_go_on_with_other_flags(tmp_path, monkeypatch):
     texts = write_texts(tmp_path / "texts")
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(prepare_data, "write_shards", writes_no_shard)
-        prepare(tmp_path / "data", "--input", texts, "--tokenizer", "gpt2")
+        patch.setattr(prepare_data.Split, "finish_shard", kill)
+        prepare(tmp_path / "data", "--input", texts, "--tokenizer", "bpe", "--vocab-size", 300)
     assert prepare(tmp_path / "data", "--input", texts) == 0
     assert open_folder(tmp_path / "data").tokenizer == "bytes"
 
 
-def writes_no_shard(folder, manifest, *_):
-    prepare_data.write_manifest(folder / UNFINISHED, manifest)
+def kill(_):
     raise Killed
 
 
@@ -471,19 +540,83 @@ def test_a_shard_that_was_cut_is_told(tmp_path, capsys):
     assert "train_000001.bin is not a complete shard" in error_of(capsys)
 
 
-def test_a_flipped_bit_is_found_by_verify(tmp_path, capsys):
-    folder = tmp_path / "data"
-    assert prepare(folder, "--input", write_texts(tmp_path / "texts"), "--shard-tokens", 8000) == 0
-    assert prepare(folder, "--verify") == 0
-    shard = bytearray((folder / "train_000001.bin").read_bytes())
-    shard[5000] ^= 1
-    (folder / "train_000001.bin").write_bytes(shard)
-    (folder / "train_000002.bin").unlink()
+@NEEDS_POSIX
+def test_workers_end_with_their_parent(tmp_path):
+    parent = multiprocessing.Process(target=start_and_die, args=(tmp_path,))
+    parent.start()
+    parent.join()
+    for _ in range(200):
+        if all_have_ended(tmp_path / "workers"):
+            return
+        time.sleep(0.1)
+    pytest.fail("a worker outlives its parent")
+
+
+def start_and_die(folder: Path):
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, context, prepare_data.start_worker, (folder,)) as pool:
+        pool.submit(os.getpid).result()
+        (folder / "workers").write_text(" ".join(map(str, pool._processes)))
+        os._exit(1)
+
+
+def all_have_ended(path: Path) -> bool:
+    for pid in path.read_text().split():
+        with suppress(OSError):
+            os.kill(int(pid), 0)
+            return False
+    return True
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_data, "MIN_FOR_WORKERS", 0)
+    monkeypatch.setattr(prepare_data, "start_worker", die)
+    line = ("--input", write_texts(tmp_path / "texts"), "--tokenizer", "bpe", "--vocab-size", 300)
+    assert prepare(tmp_path / "data", *line, "--workers", 2) == 2
+    assert "a tokenizer process was killed" in error_of(capsys)
+
+
+def die(_):
+    os._exit(1)
+
+
+def test_an_older_version_that_was_stopped_is_not_continued(tmp_path, monkeypatch, capsys):
+    """It may have cut the text into other batches, so that some would be left out."""
+    flags = ("--input", write_texts(tmp_path / "texts"), "--shard-tokens", 2000)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(prepare_data.Split, "finish_shard", kill_after_two)
+        prepare(tmp_path / "data", *flags)
+    manifest = tmp_path / "data" / UNFINISHED
+    newest = manifest.read_text()
+    manifest.write_text(newest.replace(f'"format": {prepare_data.FORMAT},', ""))
     capsys.readouterr()
-    assert prepare(folder, "--verify") == 2
-    out, error = capsys.readouterr()
-    assert "train_000000.bin: good" in out and "train_000001.bin: DAMAGED" in out
-    assert "2 shards of" in error and error.count("\n") == 1
+    assert prepare(tmp_path / "data", *flags) == 2
+    assert "in part by an older version of this code: remove it" in error_of(capsys)
+    manifest.write_text(newest)
+    assert prepare(tmp_path / "data", *flags) == 0
+
+
+def test_a_text_that_may_not_be_read_is_named_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    write_texts(tmp_path / "texts")
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(prepare_data, "sha256_of", refuse)  # root may read any file
+    assert prepare(tmp_path / "data", "--input", tmp_path / "texts") == 2
+    assert "Permission denied" in error_of(capsys) and os.listdir(tmp_path) == ["texts"]
+
+
+def test_a_flipped_bit_is_found_when_the_command_is_repeated(tmp_path, capsys):
+    line = ("--input", write_texts(tmp_path / "texts"), "--shard-tokens", 8000)
+    assert prepare(tmp_path / "data", *line) == 0
+    assert prepare(tmp_path / "data", *line) == 0
+    shard = bytearray((tmp_path / "data" / "train_000001.bin").read_bytes())
+    shard[5000] ^= 1
+    (tmp_path / "data" / "train_000001.bin").write_bytes(shard)
+    capsys.readouterr()
+    assert prepare(tmp_path / "data", *line) == 2
+    assert "train_000001.bin is damaged: remove" in error_of(capsys)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO])
@@ -531,7 +664,7 @@ def is_free(lock):
 @NEEDS_POSIX
 @NEEDS_GPT2
 def test_of_two_at_once_one_is_refused(tmp_path):
-    texts = much_text(tmp_path / "texts", 4)
+    texts = much_text(tmp_path / "texts", 5)
     flags = ("--input", texts, "--tokenizer", "gpt2", "--workers", 2, "--shard-tokens", 20_000)
     process = start(tmp_path / "data", *flags)
     unfinished = tmp_path / "data"
@@ -555,7 +688,7 @@ def test_of_two_at_once_one_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", pytest.param("gpt2", marks=NEEDS_GPT2)])
 def test_killed_at_20_random_moments_the_folder_is_the_same(tokenizer, workers, tmp_path):
     texts = much_text(tmp_path / "texts", 8)
     flags = (
@@ -585,171 +718,3 @@ def test_killed_at_20_random_moments_the_folder_is_the_same(tokenizer, workers, 
             process.communicate()
             assert process.returncode in (0, -9)
         assert content(folder) == content(tmp_path / "whole")
-
-
-# ---- Downloads -----------------------------------------------------------------------------------
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does with server.files, each GET with the next of server.faults."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self):
-        self.answer(with_body=False)
-
-    def do_GET(self):
-        self.answer(with_body=True)
-
-    def answer(self, with_body: bool):
-        server = self.server
-        name = self.path.rpartition("/")[2]
-        body = server.files.get(name)
-        fault = server.faults.pop(0) if with_body and body and server.faults else ""
-        server.requests.append(f"{self.command} {name}")
-        status = {"": 200, "short": 200}.get(fault, 503) if body else 404
-        if status != 200:
-            body = b""
-        self.send_response(status)
-        self.send_header("ETag", f'"{hashlib.md5(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", "a" * 40)
-        self.send_header("Content-Length", str(len(body) + server.lie))
-        if status == 404:
-            self.send_header("X-Error-Code", "EntryNotFound")
-        self.send_header("Connection", "close")  # or the client may ask again as it is closed
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body[: len(body) // 2] if fault == "short" else body)
-        self.close_connection = True
-
-    def log_message(self, *args):
-        pass
-
-
-def shard(seed: int, largest: int = 50256) -> bytes:
-    tokens = np.random.default_rng(seed).integers(0, largest + 1, 30_000)
-    return prepare_data.shard_header(len(tokens)) + tokens.astype("<u2").tobytes()
-
-
-NAMES = ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
-
-
-@pytest.fixture
-def hub():
-    pytest.importorskip("huggingface_hub")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files = {name: shard(seed) for seed, name in enumerate(NAMES)}
-    server.faults, server.requests, server.lie = [], [], 0
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def download(folder: Path, hub, *flags, what: str = "fineweb") -> tuple[int, str, str]:
-    """Return exit code, output and the last line of errors, the one that is not the library's."""
-    env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "HF_HUB_OFFLINE": "0"}
-    # Without GPT-2's vocabulary, and without a network to fetch it from.
-    env |= {"TIKTOKEN_CACHE_DIR": f"{folder}-none", "https_proxy": "http://127.0.0.1:9"}
-    command = [sys.executable, PROGRAM, "--data-dir", folder, "--download", what, *flags]
-    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr.rpartition("prepare_data.py: ")[2]
-
-
-def check_folder(folder: Path, hub, shards: int = 1):
-    """Check that folder holds the hub's shards and nothing else, and that they are good."""
-    files = content(folder)
-    del files["manifest.json"]
-    assert files == {name: hub.files[name] for name in NAMES[: shards + 1]}
-    data = open_folder(folder)
-    assert (data.tokenizer, len(data.train), len(data.val)) == ("gpt2", shards, 1)
-    assert max(s.max_id for s in data.train + data.val) < 50257
-    assert prepare(folder, "--verify") == 0
-
-
-def test_a_download_breaks_off_and_goes_on_and_grows(hub, tmp_path):
-    hub.faults = ["short", "", "short"]
-    assert download(tmp_path / "data", hub, "--shards", 1)[0] == 0
-    check_folder(tmp_path / "data", hub)
-    hub.faults.clear()  # of how many are met, the library decides
-    hub.requests.clear()
-    assert download(tmp_path / "data", hub, "--shards", 1)[0] == 0
-    assert hub.requests == []  # nobody is asked for what is here
-    result = download(tmp_path / "data", hub, "--shards", 2)
-    assert result[0] == 0, result
-    check_folder(tmp_path / "data", hub, 2)
-    (tmp_path / "data" / NAMES[1]).unlink()
-    assert download(tmp_path / "data", hub, "--shards", 2)[0] == 0
-    check_folder(tmp_path / "data", hub, 2)
-
-
-def test_tokens_without_their_vocabulary_are_ready_and_say_what_is_missing(hub, tmp_path):
-    code, out, _ = download(tmp_path / "data", hub, "--shards", 1)
-    *_, missing, ready = out.splitlines()
-    assert code == 0 and ready.startswith("ready:")
-    assert re.match("GPT-2's vocabulary is missing: .*vocab.bpe.*TIKTOKEN_CACHE_DIR", missing)
-
-
-BAD_SHARDS = {
-    "a page": (b"<html>not found</html>" * 100, "is not a complete shard: starts with"),
-    "cut": (shard(0)[:-2], "holds 29,999 tokens; its header says 30,000"),
-    "ids": (shard(0, largest=50257), "holds token 50257, above 50256"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SHARDS)
-def test_what_is_no_shard_of_gpt2s_tokens_never_has_the_good_name(case, hub, tmp_path):
-    hub.files[NAMES[1]], why = BAD_SHARDS[case]
-    code, _, error = download(tmp_path / "data", hub, "--shards", 1)
-    assert code in (2, 6) and why in error and error.count("\n") == 1
-    assert NAMES[0] in content_names(tmp_path) and NAMES[1] not in content_names(tmp_path)
-    hub.files[NAMES[1]] = shard(1)
-    assert download(tmp_path / "data", hub, "--shards", 1)[0] == 0
-    check_folder(tmp_path / "data", hub)
-
-
-def content_names(tmp_path: Path) -> set[str]:
-    return {path.name for path in (tmp_path / "data").iterdir()}
-
-
-@pytest.mark.parametrize("lie", [-100, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_server_that_lies_about_the_length_gives_no_shard(lie, hub, tmp_path):
-    hub.lie = lie
-    code, _, error = download(tmp_path / "data", hub, "--shards", 1)
-    assert code == 2 and error.count("\n") == 1
-    assert content_names(tmp_path) <= {".lock", ".download"}
-
-
-def test_a_shard_that_is_not_there_is_one_line(hub, tmp_path):
-    code, _, error = download(tmp_path / "data", hub, "--shards", 3)
-    assert code == 2 and "fineweb_train_000003.bin" in error and error.count("\n") == 1
-    assert content_names(tmp_path) >= set(NAMES)
-
-
-def test_prepared_text_and_downloads_do_not_mix(hub, tmp_path):
-    assert prepare(tmp_path / "data", "--input", PROGRAM) == 0
-    before = content(tmp_path / "data")
-    code, _, error = download(tmp_path / "data", hub)
-    assert code == 2 and "holds train_000000.bin: choose another" in error
-    assert content(tmp_path / "data") == before and hub.requests == []
-
-
-def test_hellaswag_becomes_json_lines(hub, tmp_path):
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [
-        {"ind": n, "ctx": "A man", "endings": ["a", "b", "c", "d"], "label": "2"} for n in range(3)
-    ]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink)
-    good = sink.getvalue().to_pybytes()
-    name = "validation-00000-of-00001.parquet"
-    hub.files[name] = good[:-20]
-    code, _, error = download(tmp_path / "data", hub, what="hellaswag")
-    assert code == 2 and "is an incomplete parquet file" in error
-    hub.files[name] = good
-    code, out, _ = download(tmp_path / "data", hub, what="hellaswag")
-    target = tmp_path / "data" / "hellaswag_val.jsonl"
-    assert code == 0 and out == f"ready: python train_gpt2.py --hellaswag {target}\n"
-    assert [json.loads(line) for line in target.read_text().splitlines()] == rows
-    assert content_names(tmp_path) == {".lock", target.name}

@@ -35,9 +35,9 @@ SMALLEST = GPTConfig(vocab_size=3, seq_len=2, n_layer=1, n_head=1, n_embd=2)
 
 
 def loaded(path: Path, **changes) -> GPT:
-    source = read_weights(path)
-    model = GPT(replace(source.shape, **changes))
-    load_weights(model, source)
+    pretrained = read_weights(path)
+    model = GPT(replace(pretrained.shape, **changes))
+    load_weights(model, pretrained)
     return model
 
 
@@ -113,7 +113,7 @@ FORK = {  # a field that GPT-2 does not have: each block subtracts what it shoul
     "model.py": after("    pad_vocab: bool = True", "    negated: bool = False")
     | after("        self.mlp = MLP(config)", "        self.negated = config.negated")
     | after(
-        "        x = x + self.drop(self.attn(self.ln_1(x), cache))",
+        "        x = x + self.drop(self.attn(self.ln_1(x).to(x.dtype), cache))",
         "        if self.negated:",
         "            return x - self.drop(self.mlp(self.ln_2(x)))",
     ),
@@ -157,15 +157,24 @@ def test_a_network_that_is_no_gpt2_is_refused_by_transformers_and_known_by_its_o
 
 
 def test_a_folder_of_hugging_faces_loads_and_goes_back_bit_for_bit(tmp_path):
-    """As it may be stored: also without a prefix, as OpenAI's is, and by torch."""
+    """As it may be stored: also without a prefix, as OpenAI's is, by torch, and in many files."""
     oracle = hugging_face(SMALL)
     oracle.save_pretrained(tmp_path / "whole")
     oracle.transformer.save_pretrained(tmp_path / "plain")
     (tmp_path / "old").mkdir()
     shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "old")
     torch.save(oracle.state_dict(), tmp_path / "old" / "pytorch_model.bin")
+    oracle.save_pretrained(tmp_path / "split", max_shard_size="100KB")
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 2
     theirs = {n: p for n, p in oracle.state_dict().items() if n != "lm_head.weight"}
-    for source in ("whole", "plain", "old", "whole/model.safetensors"):
+    (tmp_path / "old split").mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "old split")
+    for i, name in enumerate(theirs):
+        torch.save({name: theirs[name]}, tmp_path / "old split" / f"{i}.bin")
+    index = json.dumps({"weight_map": {name: f"{i}.bin" for i, name in enumerate(theirs)}})
+    (tmp_path / "old split" / "pytorch_model.bin.index.json").write_text(index)
+    files = ("whole/model.safetensors", "split/model.safetensors.index.json", "old/config.json")
+    for source in ("whole", "plain", "old", "split", "old split", *files):
         model = loaded(tmp_path / source)
         assert model.config == SMALL and not model.lm_head.weight[997:].any()
         back = hf_weights(model)
@@ -272,12 +281,27 @@ def by_torch(folder: Path, content):
     torch.save(content, folder / "pytorch_model.bin")
 
 
+def write(folder: Path, content: bytes):
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def write_index(folder: Path, file: str):
+    (folder / "model.safetensors").unlink()
+    index = json.dumps({"weight_map": {"wte.weight": file}})
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
 BROKEN = {  # what the line must say: what is done to the folder
     "ln_f.bias has the shape (7,)": lambda f: edit_tensors(f, ln_f=torch.zeros(7)),
     "transformer.extra.bias": lambda f: edit_tensors(f, extra=torch.zeros(2)),
     "finite": lambda f: edit_tensors(f, ln_f=torch.tensor([0.0, math.nan])),
     "SafetensorError": lambda f: os.truncate(f / "model.safetensors", 300),
-    "no such file": lambda f: (f / "model.safetensors").unlink(),
+    "holds no GPT-2": lambda f: (f / "model.safetensors").unlink(),
+    "but model.safetensors": lambda f: (f / "config.json").unlink(),
+    "a pointer of Git LFS": lambda f: write(f, b"version https://git-lfs.github.com/spec/v1"),
+    "a web page": lambda f: write(f, b"\n<!DOCTYPE html><html></html>"),
+    "there is no such file": lambda f: write_index(f, "none.safetensors"),
+    "hf is not a readable GPT-2": lambda f: write_index(f, "../config.json"),  # only its own files
     "could run code": lambda f: by_torch(f, {"wpe.weight": Evil()}),
     "'Tensor' object has no": lambda f: by_torch(f, torch.ones(3)),
     "is not a readable GPT-2": lambda f: by_torch(f, {"h.0.mlp.c_proj.weight": [5]}),
@@ -311,6 +335,8 @@ def test_a_file_that_is_no_checkpoint_is_one_line_and_runs_no_code(tmp_path, mon
         plain | {"model": {5: torch.ones(2), "x": Evil()}},
         plain | {"model": {5: torch.ones(2)}},
         plain | {"model_args": plain["model_args"] | {"n_layer": 10**9}},
+        b"\x89HDF\r\n",
+        np.array([20240326, 3], "<i4").tobytes(),
     ):
         if isinstance(content, bytes):
             Path("ckpt.pt").write_bytes(content)

@@ -71,7 +71,7 @@ def test_a_bad_line_is_one_line_with_its_place(line, tmp_path):
 def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
     (tmp_path / "llmc.bin").write_bytes(np.array([20240522, 1], "<i4").tobytes())
-    for name, cure in {"empty.jsonl": "--download hellaswag", "llmc.bin": "--download hellaswag",
+    for name, cure in {"empty.jsonl": "hellaswag_val.jsonl", "llmc.bin": "hellaswag_val.jsonl",
                        "nowhere": "no such file", ".": "no such file"}.items():  # fmt: skip
         with pytest.raises(UserError, match=cure):
             open_questions(str(tmp_path / name), 257, "bytes")
@@ -79,7 +79,7 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no tokenizer called unknown on this machine"):
         open_questions(path, 65, "unknown")
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *_: None)
-    with pytest.raises(UserError, match="gpt2 on this machine: run python .* TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(UserError, match="gpt2 on this machine: run python .* as vocab.json"):
         open_questions(path, 50257, "gpt2")
 
 

@@ -4,11 +4,13 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
-from conftest import finish, free_port, start_ranks
+from conftest import finish, flags, free_port, start_ranks
 from test_cli import HOSTILE, refused
 
 import train_gpt2
@@ -80,7 +82,6 @@ def test_the_group_of_ranks_waits_longer_than_the_watchdog(monkeypatch):
 
 def test_several_gpus_without_nccl_are_refused(monkeypatch):
     """As on Windows. torch's own error would be a traceback."""
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(ranks.dist, "is_nccl_available", lambda: False)
     group = ranks.process_group(World(0, 2, torch.device("cuda", 0)))
     with pytest.raises(ending.UserError, match="use one GPU, or Linux"), group:
@@ -128,3 +129,31 @@ def test_ranks_end_together_with_one_line(act, code, message, tmp_path):
 def instead_of_a_run(act, rank: int):
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"rank{rank}.json"
     train_gpt2.set_up_and_train = lambda typed, world: act(world)
+
+
+NOTE_THREADS = """
+import os, sys
+from pathlib import Path
+
+import train_gpt2
+
+code = train_gpt2.main(sys.argv[1:])
+names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+Path("threads" + os.environ["RANK"]).write_text("".join(names))
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_gloo_outlives_the_group_of_ranks(data_dir, tmp_path):
+    """A thread that frees a tensor while Python ends aborts the process, once in some thousand.
+    In processes of their own: those of the other tests have imported all of torch before."""
+    (tmp_path / "note_threads.py").write_text(NOTE_THREADS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    line = flags(data_dir=data_dir, out_dir="run", steps=1, warmup_steps=0)
+    env = os.environ | {"PYTHONPATH": os.path.dirname(train_gpt2.__file__)}
+    subprocess.run([*torchrun, "note_threads.py", *line], check=True, cwd=tmp_path, env=env)
+    for rank in range(2):
+        names = (tmp_path / f"threads{rank}").read_text()
+        assert "python" in names and "gloo" not in names

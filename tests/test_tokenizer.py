@@ -1,5 +1,6 @@
 """Tests ../support/tokenizer.py: Hugging Face's tools have the tokenizers that we have."""
 
+import json
 import os
 import random
 import subprocess
@@ -8,67 +9,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NEEDS_GPT2, flags, prepare, records, run
+from conftest import NEEDS_GPT2, flags, prepare, records, run, train
 
-from dataloader import VOCAB_SIZES
+import sample
 from support import tokenizer
-from support.tokenizer import load_gpt2, load_tokenizer, missing_vocab, vocab_cure
+from support.ending import UserError
+from support.tokenizer import (
+    END_OF_TEXT,
+    Tokenizer,
+    load_tokenizer,
+    missing_vocab,
+    read_tokenizer,
+    train_tokenizer,
+    vocab_cure,
+)
 
 ROOT = Path(tokenizer.__file__).parent.parent
-EITHER = pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
+GPT2 = pytest.param("gpt2", marks=NEEDS_GPT2)
+EITHER = pytest.mark.parametrize("name", ["bytes", GPT2])
+ANY = pytest.mark.parametrize("name", ["bytes", "bpe", "other", GPT2])
 TEXTS = [
     "".join(chr(i) for i in range(0x2100)) + "\ud7ff\ue000\ufeff\uffff\U0001f642\U0010ffff",
     "Hello,  wörld 🙂\n\tx1234 .",
     " a , it 's",
     "",
 ]
-
-
-def from_hugging_face(folder: Path, name: str):
-    transformers = pytest.importorskip("transformers")
-    for file, content in load_tokenizer(name).files(24).items():
-        (folder / file).write_bytes(content)
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-@EITHER
-def test_a_checkpoints_tokenizer_in_transformers_is_ours(tmp_path, name):
-    theirs, ours = from_hugging_face(tmp_path, name), load_tokenizer(name)
-    end = VOCAB_SIZES[name] - 1
-    assert len(theirs) == end + 1 and theirs.model_max_length == 24
-    assert theirs.eos_token_id == theirs.bos_token_id == end
-    assert theirs.convert_ids_to_tokens(end) == "<|endoftext|>" == theirs.decode([end])
-    for text in TEXTS:
-        ids = ours.encode(text)
-        assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
-        assert ours.decode(ids) == text
-    # An end of text inside a text is ordinary text.
-    assert max(ours.encode("<|endoftext|>")) < end
-    if name == "bytes":  # Hugging Face's of GPT-2 takes it for the end
-        assert theirs("<|endoftext|>")["input_ids"] == ours.encode("<|endoftext|>")
-    rng = random.Random(0)
-    for _ in range(500):  # parts of characters too
-        ids = rng.choices(range(end), k=rng.randint(1, 12))
-        content = b"".join(map(ours.token_bytes, ids))
-        assert theirs.decode(ids) == content.decode(errors="replace")
-
-
-@EITHER
-def test_a_token_is_as_long_as_its_bytes(name):
-    ours = load_tokenizer(name)
-    lengths = ours.lengths
-    for text in TEXTS:
-        ids = np.array(ours.encode(text), int)
-        assert lengths[ids].sum() == len(text.encode())
-    assert not lengths[VOCAB_SIZES[name] - 1 :].any()
-
-
-def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_path):
-    texts = []
-    for name in ("a", "b"):
-        out_dir = run(tmp_path, data_dir, name, prompt="abc ", sample_tokens=200)
-        texts.append(records(out_dir, "sample")[12])
-    assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 100
 
 
 @pytest.fixture
@@ -78,11 +43,158 @@ def fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
 
 
+def trained(vocab_size: int = 400) -> Tokenizer:
+    """Return a tokenizer trained on this file and some letters with accents."""
+    return train_tokenizer([Path(__file__).read_text(), "aéèü ñandú 東京 " * 20], vocab_size)
+
+
+def other() -> Tokenizer:
+    """Return a tokenizer like that of a GPT-2 in another language: special tokens come first, the
+    ids are in no order of merges, and documents end with </s>."""
+    ours = trained()
+    names = [name for name in ours.vocab if name != END_OF_TEXT]
+    random.Random(1).shuffle(names)
+    special = ["<s>", "</s>", "<名>"]
+    return Tokenizer({name: i for i, name in enumerate(special + names)}, ours.merges, "</s>")
+
+
+def get(name: str) -> Tokenizer:
+    return {"bpe": trained, "other": other}.get(name, lambda: load_tokenizer(name))()
+
+
+def save(ours: Tokenizer, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for file, content in ours.files(24).items():
+        (folder / file).write_bytes(content)
+    return folder
+
+
+def odd_text(rng: random.Random) -> str:
+    """Return up to 30 characters and words of all kinds."""
+    kinds = ["the", " the", "'ll", "  ", "\t\n", "123", " def", "é", "\u00a0", "\u2003", "東", "🙂"]
+    kinds += ["\0", "\ufeff", "\u0301", "\r\n", "_", "<|endoftext|", "\ufffd", "\U0010ffff", "ñan"]
+    parts = [
+        rng.choice(kinds) if rng.random() < 0.7 else chr(rng.randrange(0xD800)) for _ in "a" * 30
+    ]
+    return "".join(parts[: rng.randrange(31)])
+
+
+@ANY
+def test_a_checkpoints_tokenizer_in_transformers_is_ours(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    ours = get(name)
+    theirs = transformers.AutoTokenizer.from_pretrained(save(ours, tmp_path))
+    assert len(theirs) == ours.size and theirs.model_max_length == 24
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.end_of_text
+    assert theirs.convert_ids_to_tokens(ours.end_of_text) == ours.end
+    assert theirs.decode([ours.end_of_text]) == ours.end
+    rng = random.Random(0)
+    for text in TEXTS + [odd_text(rng) for _ in range(1000)]:
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
+        assert ours.decode(ids) == text
+    # An end of text inside a text is ordinary text.
+    assert ours.end_of_text not in ours.encode(ours.end)
+    if name != "gpt2":  # OpenAI's takes it for the end
+        assert theirs(ours.end)["input_ids"] == ours.encode(ours.end)
+    ordinary = [i for i, token in enumerate(ours.vocab) if token.isascii() and token[0] != "<"]
+    for _ in range(500):  # parts of characters too
+        ids = rng.choices(ordinary, k=rng.randint(1, 12))
+        content = b"".join(map(ours.token_bytes, ids))
+        assert theirs.decode(ids) == content.decode(errors="replace")
+
+
+@ANY
+def test_a_folder_gives_back_the_tokenizer_that_it_holds(tmp_path, name, monkeypatch):
+    ours = get(name)
+    monkeypatch.setattr(tokenizer, "TOKENIZERS", {})
+    again = read_tokenizer(save(ours, tmp_path / "a"))
+    assert (again.name, again.sha256, again.files(24)) == (ours.name, ours.sha256, ours.files(24))
+    assert load_tokenizer(again.name) is again
+    assert read_tokenizer(tmp_path) is None
+
+
+@ANY
+def test_a_tokenizer_json_alone_is_the_same_tokenizer(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    ours = get(name)
+    theirs = transformers.AutoTokenizer.from_pretrained(save(ours, tmp_path / "a"))
+    theirs.save_pretrained(tmp_path / "b")
+    if (tmp_path / "b/merges.txt").exists():
+        (tmp_path / "b/vocab.json").unlink()
+        (tmp_path / "b/merges.txt").unlink()
+    again = read_tokenizer(tmp_path / "b")
+    assert (again.sha256, again.end) == (ours.sha256, ours.end)
+
+
+WRONG = {
+    "words": {"vocab.json": {"a": 0, END_OF_TEXT: 1}, "merges.txt": ""},
+    "sentence pieces": {"vocab.json": {"▁the": 0}, "merges.txt": "▁t he"},
+    "no end": {"vocab.json": {c: i for i, c in enumerate(tokenizer.ALPHABET)}, "merges.txt": ""},
+    "a merge of nothing": {"vocab.json": load_tokenizer("bytes").vocab, "merges.txt": "a b"},
+    "too many": {"vocab.json": {"a": 65536, END_OF_TEXT: 1}, "merges.txt": ""},
+    "below zero": {"vocab.json": {"a": -1, END_OF_TEXT: 1}, "merges.txt": ""},
+    "a list": {"vocab.json": [1, 2], "merges.txt": ""},
+    "WordPiece": {"tokenizer.json": {"model": {"type": "WordPiece", "vocab": {}}}},
+    "no model": {"tokenizer.json": {"model": None}},
+    "another split": {
+        "tokenizer.json": {"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Sequence"}}
+    },
+    "lower case": {
+        "tokenizer.json": {
+            "model": {"type": "BPE", "vocab": {}, "merges": []},
+            "pre_tokenizer": {"type": "ByteLevel"},
+            "normalizer": {"type": "Lowercase"},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_tokenizer_of_another_kind_is_refused_by_name(case, tmp_path):
+    for name, content in WRONG[case].items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"in {tmp_path} is not a byte-level BPE"):
+        read_tokenizer(tmp_path)
+
+
+def test_training_gives_the_same_tokenizer_each_time():
+    code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}; import test_tokenizer"
+    code += "; print(test_tokenizer.trained(1000).sha256)"
+    digests = {trained(1000).sha256}
+    for threads in ("1", "3"):
+        env = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        digests.add(done.stdout.strip())
+    assert len(digests) == 1
+    assert trained(300).size == 300 and trained(300).sha256 != trained(301).sha256
+
+
+@ANY
+def test_a_token_is_as_long_as_its_bytes(name):
+    ours = get(name)
+    lengths = ours.lengths
+    for text in TEXTS:
+        ids = np.array(ours.encode(text), int)
+        assert lengths[ids].sum() == len(text.encode())
+    assert not lengths[[ours.end_of_text, *range(ours.size, 1 << 16)]].any()
+
+
+def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_path):
+    texts = []
+    for name in ("a", "b"):
+        out_dir = run(tmp_path, data_dir, name, prompt="abc ", sample_tokens=200)
+        texts.append(records(out_dir, "sample")[12])
+    assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 50
+
+
 def test_without_its_files_there_is_no_tokenizer(fresh, tmp_path):
     assert load_tokenizer("gpt2") is load_tokenizer("unknown") is None
     names = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
     assert set(missing_vocab()) == {tmp_path / "cache" / name for name in names}
-    assert all(name in vocab_cure() for name in (*names, "TIKTOKEN_CACHE_DIR"))
+    assert all(word in vocab_cure() for word in (*tokenizer.URLS.values(), "merges.txt"))
     (tmp_path / "cache").mkdir()
     for name in names:
         (tmp_path / "cache" / name).touch()
@@ -99,27 +211,10 @@ def test_gpt2s_tokens_are_tiktokens():
     assert ours.tokens == [theirs.decode_bytes([token]) for token in range(50257)]
 
 
-@NEEDS_GPT2
-def test_a_folder_with_openais_two_files_has_the_tokenizer_and_no_other_has(tmp_path, request):
-    files = load_tokenizer("gpt2").files(24)
-    request.getfixturevalue("fresh")
-    (tmp_path / "other").mkdir()
-    for name in files:
-        (tmp_path / name).write_bytes(files[name])
-        (tmp_path / "other" / name).write_bytes(files[name].replace(b"the", b"eht"))
-    for folder in (tmp_path / "nothing", tmp_path / "other"):
-        load_gpt2(folder)
-        assert load_tokenizer("gpt2") is None
-    load_gpt2(tmp_path)
-    assert load_tokenizer("gpt2").files(24) == files
-    assert not (tmp_path / "cache").exists()
-
-
 @pytest.mark.slow
-@NEEDS_GPT2
-def test_a_checkpoint_is_enough_to_resume_to_sample_and_to_evaluate(tmp_path):
-    """Without tiktoken's cache, and without a network."""
-    assert prepare(tmp_path / "data", "--input", __file__, "--tokenizer", "gpt2") == 0
+@pytest.mark.parametrize("name", ["bpe", GPT2])
+def test_data_and_checkpoints_need_neither_a_cache_nor_a_network(name, tmp_path):
+    assert prepare(tmp_path / "data", "--input", __file__, "--tokenizer", name) == 0
     out_dir = run(tmp_path, tmp_path / "data", steps=1, warmup_steps=0)
     env = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
     env |= {"TIKTOKEN_CACHE_DIR": str(tmp_path / "cache"), "https_proxy": "http://127.0.0.1:9"}
@@ -141,3 +236,44 @@ def test_a_checkpoint_is_enough_to_resume_to_sample_and_to_evaluate(tmp_path):
     old, new = out_dir / "step_000001", out_dir / "step_000002"
     assert all((old / name).read_bytes() == (new / name).read_bytes() for name in names)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.slow
+def test_a_model_on_its_own_vocabulary_writes_the_same_text_in_transformers(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    line = ("--input", __file__, "--tokenizer", "bpe", "--vocab-size", "400")
+    assert prepare(tmp_path / "data", *line) == 0
+    out_dir = run(tmp_path, tmp_path / "data", steps=60, seq_len=64, batch_tokens=1024)
+    source = next(out_dir.glob("step_*60"))
+    capsys.readouterr()
+    greedy = ["--prompt", "def test", "--temperature", "0", "--sample-tokens", "50"]
+    assert sample.main([str(source), *greedy]) == 0
+    ours = capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    prompt = theirs("def test", return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=50, do_sample=False)
+    assert theirs.decode(ids[0], skip_special_tokens=True) + "\n" == ours
+    assert len(ids[0]) > 20
+
+
+@pytest.mark.slow
+def test_a_gpt2_of_another_language_keeps_its_tokenizer(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    theirs = other()
+    save(theirs, tmp_path / "theirs")
+    shape = {"vocab_size": theirs.size + 3, "n_positions": 16, "n_embd": 8, "n_layer": 1}
+    config = transformers.GPT2Config(**shape, n_head=2, eos_token_id=theirs.end_of_text)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "theirs")
+    flags_ = {"init_from": tmp_path / "theirs", "steps": 3, "model": None, "seq_len": None}
+    flags_ |= dict.fromkeys(("n_layer", "n_head", "n_embd"))
+    assert prepare(tmp_path / "bytes", "--input", __file__) == 0
+    code, _, err = train(flags(data_dir=tmp_path / "bytes", **flags_), tmp_path)
+    assert code == 2 and f"knows {theirs.name} tokens, but" in err and "holds bytes" in err
+    cure = ("--input", __file__, "--tokenizer", str(tmp_path / "theirs"))
+    assert prepare(tmp_path / "data", *cure) == 0
+    out_dir = run(tmp_path, tmp_path / "data", **flags_)
+    last = next(out_dir.glob("step_*3"))
+    assert read_tokenizer(last).sha256 == theirs.sha256
+    assert json.loads((last / "config.json").read_text())["eos_token_id"] == 1
+    assert transformers.AutoTokenizer.from_pretrained(last).eos_token == "</s>"

@@ -41,7 +41,7 @@ from torch._inductor.utils import run_and_get_code
 import dataloader
 import sample
 import train_gpt2
-from config import SCHEDULES, TrainConfig
+from config import RECIPES, SCHEDULES, TrainConfig
 from model import GPT, MLP, SHAPES, GPTConfig
 from support.checkpoint import checkpoints
 from support.cli import spell
@@ -216,6 +216,52 @@ def test_compiled_runs_train_evaluate_sample_and_resume(data_dir, tmp_path):
 
 def two_threads(rank: int):
     torch.set_num_threads(2)
+
+
+class OutOfResources(Exception):
+    __module__ = "triton.runtime.errors"  # one of the errors that torch passes on as they are
+
+
+def fail_to_compile(rank: int):
+    """Have torch.compile chosen, and fail on the last rank when the network is first called."""
+
+    class Compiled(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, *args):
+            if rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+                raise RuntimeError("from a launcher") from OutOfResources("shared memory")
+            return self.model(*args)
+
+    train_gpt2.choices.compiling = lambda config: (True, "it pays")
+    torch.compile = lambda model, **_: Compiled(model)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dynamo
+def test_a_network_without_compile_has_nothing_left_of_a_trial_with_it():
+    config = TrainConfig(**TINY | {"compile": True, "loss_chunk_tokens": 16})
+    world = World(0, 1, torch.device("cpu"))
+    model = GPT(config.shape(257), config.compute_config())
+    losses = {"loss", "chunked_loss"}
+    train_gpt2.speed_up(model, config, world)
+    assert losses <= vars(model).keys()
+    assert train_gpt2.speed_up(model, replace(config, compile=False), world) is model
+    assert losses.isdisjoint(vars(model))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_network_that_does_not_compile_is_trained_without(whole, data_dir, tmp_path, ranks):
+    line = flags(data_dir=data_dir, out_dir="run")
+    code, out, err = train(line, tmp_path, ranks, inject=fail_to_compile)
+    assert code == 0, err
+    assert "--no-compile: torch can't compile the network (RuntimeError: from a launcher" in out
+    assert digest(tmp_path / "run") == digest(whole[ranks])
+    code, _, err = train(
+        [*line[:-1], "typed", "--compile"], tmp_path, ranks, inject=fail_to_compile
+    )
+    assert code == 2 and err.count("add --no-compile") == 1, (code, err)
 
 
 @pytest.mark.slow
@@ -463,7 +509,8 @@ def test_the_optimizer_goes_on_with_the_command_lines_settings(whole, data_dir, 
     was = {"steps": 12, "learning_rate": 0.01, "weight_decay": 0.1, "eval_tokens": 512}
     for name, value in changes.items():
         assert f"{spell(name)} {value} instead of {was[name]}" in out
-    new = TrainConfig(steps=13, warmup_steps=2, learning_rate=0.5)
+    schedule = {name: RECIPES["nano"][name] for name in ("schedule", "decay_share", "decay_to")}
+    new = TrainConfig(steps=13, warmup_steps=2, learning_rate=0.5, **schedule)
     assert records(tmp_path / "run", "learning_rate")[13] == learning_rate(12, new) > 0.04
 
 
@@ -607,6 +654,14 @@ def test_init_from_goes_before_the_run_in_out_dir(whole, data_dir, capsys):
     assert "step_000012: 784 validation tokens: loss" in capsys.readouterr().out
 
 
+def test_eval_only_says_what_is_assumed_of_shards(whole, data_dir, tmp_path, capsys):
+    data = shutil.copytree(data_dir, tmp_path / "data")
+    (data / "manifest.json").unlink()
+    line = ["--eval-only", "--init-from", str(whole[1]), "--data-dir", str(data)]
+    assert train_gpt2.main(line) == 0
+    assert "has no manifest.json: assumed bytes tokens\n" in capsys.readouterr().out
+
+
 def test_sample_continues_each_line_that_is_typed_on_a_terminal(whole, capsys, monkeypatch):
     typed = io.StringIO("abc\nxyz\n")
     typed.isatty = lambda: True
@@ -685,7 +740,7 @@ def test_the_layouts_of_other_projects_train_alike(tmp_path):
     assert len(first) == 3 and others == [first] * 3
 
 
-@pytest.mark.parametrize("change", ["removed", "added", "reordered", "longer", "renamed"])
+@pytest.mark.parametrize("change", ["removed", "added", "reordered", "longer", "renamed", "copied"])
 def test_a_run_does_not_go_on_with_other_data(change, data_dir, tmp_path):
     own_data = shutil.copytree(data_dir, tmp_path / "own")
     (own_data / "manifest.json").unlink()
@@ -694,7 +749,9 @@ def test_a_run_does_not_go_on_with_other_data(change, data_dir, tmp_path):
     if change == "removed":
         second.unlink()
     if change == "added":
-        shutil.copy(first, own_data / "train_1.bin")
+        shutil.copy(own_data / "val_000000.bin", own_data / "train_1.bin")
+    if change == "copied":  # which adds nothing
+        shutil.copy(first, own_data / "train_000000 (copy).bin")
     if change == "reordered":
         first.rename(own_data / "train_1.bin")
     if change == "longer":
@@ -704,9 +761,11 @@ def test_a_run_does_not_go_on_with_other_data(change, data_dir, tmp_path):
         for shard in own_data.glob("train_*"):
             shard.rename(own_data / f"more_{shard.name}")
     line = flags(data_dir=own_data, out_dir="run", resume=True, steps=6, warmup_steps=1)
-    code, _, err = train(line, tmp_path)
-    if change == "renamed":
+    code, out, err = train(line, tmp_path)
+    if change in ("renamed", "copied"):
         assert code == 0, err
+        said = "left out: train_000000.bin, a copy of train_000000 (copy).bin"
+        assert (said in out) == (change == "copied")
     else:
         assert code == 2
         assert_one_line(err, "--data-dir .*own differs from the data that")

@@ -83,7 +83,6 @@ def walk():
         run(0, "ready: python train_gpt2.py", *prepare)
         run(0, "already complete", *prepare)
     run(0, "ready: ", "prepare_data.py", "--input", "texts", "--data-dir", "data/mine")
-    run(0, "good", "prepare_data.py", "--verify", "--data-dir", "data/mine")
 
     run(
         0, "done: 20 steps", "train_gpt2.py", *TINY.split(), "--steps", "20", "--out-dir", "out/a b"
