@@ -25,6 +25,9 @@ from support.ending import NumericalError, RunError, UserError, tell_torchrun, w
 
 Result = TypeVar("Result")
 
+# The number of processes that srun, Open MPI, MPICH and Intel MPI, or MVAPICH has started.
+LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
 
 @dataclass(frozen=True)
 class World:
@@ -104,9 +107,15 @@ class World:
 def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
     """Return this process's place among the ranks, with a device of this kind ("auto": the best).
     Raise UserError if torchrun's variables are invalid, or if there is no such device."""
+    env = {name: value for name, value in env.items() if value}  # some programs set empty ones
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name not in env]
-    if len(missing) in (1, 2):
+    if missing and env.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"{', '.join(missing)} not set, but torchrun sets all three: use torchrun")
+    for name in LAUNCHERS if len(missing) == 3 else ():
+        if env.get(name, "1") != "1":
+            text = f"{name} is {env[name]}, and each process would train alone: start torchrun, one"
+            text += " on each machine (docs/reference.md shows how under SLURM)"
+            raise UserError(f"{text}, or unset {name} to train in a single process")
     try:
         rank, local_rank = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
         size, local_size = int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_WORLD_SIZE", 1))

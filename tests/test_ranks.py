@@ -31,8 +31,26 @@ def test_a_rank_has_the_gpu_with_its_local_number():
     assert [find_world({}, 0).is_main, find_world(two_nodes, 8).is_main] == [True, False]
 
 
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"},  # as Kubeflow sets them
+        dict.fromkeys(ONE, ""),
+        {"RANK": "0"},
+        {"SLURM_NTASKS": "1", "PMI_SIZE": ""},
+        ONE | {"SLURM_NTASKS": "2"},  # torchrun on each of two nodes, of which one is left
+    ],
+)
+def test_one_process_is_alone_whatever_its_launcher_sets(env):
+    assert find_world(env, 0) == World(0, 1, torch.device("cpu"))
+
+
 REFUSED = [  # what torchrun sets, GPUs, --device
-    ({"RANK": "0"}, 0, "auto", "LOCAL_RANK, WORLD_SIZE not set, but torchrun sets all three"),
+    ({"WORLD_SIZE": "2"}, 0, "auto", "RANK, LOCAL_RANK not set, but torchrun sets all three"),
+    ({"RANK": "1"}, 0, "auto", "RANK 1 .* WORLD_SIZE 1"),
+    ({"SLURM_NTASKS": "4"}, 0, "auto", "SLURM_NTASKS is 4, .*torchrun.*or unset SLURM_NTASKS"),
+    ({"OMPI_COMM_WORLD_SIZE": "2", "RANK": ""}, 0, "auto", "OMPI_COMM_WORLD_SIZE is 2"),
+    ({"PMI_SIZE": "8"}, 0, "auto", "PMI_SIZE is 8"),
     (ONE | {"RANK": "2", "WORLD_SIZE": "2"}, 0, "auto", "RANK 2 .* WORLD_SIZE 2"),
     (ONE | {"WORLD_SIZE": "0"}, 0, "auto", "RANK 0 .* WORLD_SIZE 0"),
     (ONE | {"LOCAL_RANK": "1e30"}, 0, "auto", "must be integers .*1e30.*: use torchrun"),
