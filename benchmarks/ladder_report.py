@@ -126,7 +126,7 @@ def block(contents: dict[str, dict]) -> str:
     """Return what benchmarks/README.md shows of these results, by file name."""
     parts = []
     for name, content in contents.items():
-        files = f"[figures](results/{name}), [picture](results/{Path(name).with_suffix('.png')})"
+        files = f"[figures]({name}), [picture]({Path(name).with_suffix('.png')})"
         parts.append(f"**{heading(content)}**: {conditions(content)} ({files}).")
         parts.append(machine.markdown(rows(content)))
         if lines := notes(content):

@@ -246,7 +246,7 @@ def block(contents: dict[str, dict]) -> str:
         [(model, result)] = content["results"].items()
         shape = f"{result['batch_tokens']:,} tokens a step, sequences of {result['seq_len']}"
         when = f"{content['date']}, commit {env['commit'][:7]}"
-        parts.append(f"**{model} on {where}**: {shape}, {when} ([figures](results/{file})).")
+        parts.append(f"**{model} on {where}**: {shape}, {when} ([figures]({file})).")
         parts.append(machine.markdown(rows(result)))
     return "\n\n".join(parts)
 

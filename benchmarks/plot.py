@@ -2,9 +2,12 @@
 
     python benchmarks/plot.py out/001                         # draws out/001/curves.png
     python benchmarks/plot.py out                             # every run below: out/curves.png
+    python benchmarks/plot.py out/sweep --csv sweep.csv       # the table, for other programs
     python benchmarks/plot.py out/124M --against reference    # is my loss normal? In words
 
-For several runs a table shows what differs: flags, validations, time. A run may still be training.
+For several runs a table shows what differs: flags, validations, time. Runs that differ only in
+--seed share a colour, and another table has their means and standard deviations. A run may still be
+training.
 Losses are in nats per token, so only runs with the same tokenizer are drawn together.
 
 reference.json holds what public sources state of GPT-2 124M. A run is compared only with references
@@ -12,6 +15,7 @@ on its own data set, which the names of its shards tell (or of the folder, if th
 equal tokens if the reference has a curve.
 """
 
+import csv
 import json
 import re
 import sys
@@ -98,7 +102,10 @@ def read_run(folder: str) -> Run:
         why = "has no log.jsonl, nor has a folder below it: name a run's folder, such as out/001"
         raise FileNotFoundError(f"{folder} {why}")
     run = Run(folder, {}, defaultdict(dict))
-    records = [as_record(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    rotated = [p for p in Path(folder).glob("log.jsonl.*") if p.suffix[1:].isdecimal()]
+    rotated.sort(key=lambda p: p.stat().st_mtime)
+    content = b"".join(file.read_bytes() for file in (*rotated, path))
+    records = [as_record(line) for line in content.split(b"\n")[:-1]]
     if None in records:
         print(f"{path}: damaged lines, skipped: {records.count(None)}", file=sys.stderr)
     for record in filter(None, records):
@@ -200,28 +207,65 @@ def comparison(run: Run, references: list[dict]) -> list[str]:
     return lines or [f"{run.name}: not validated after a step yet"]
 
 
-def runs_table(runs: list[Run]) -> str:
-    """Return a table of runs: the flags that differ, validations, and the time of the steps."""
+def differing_flags(runs: list[Run]) -> list[str]:
     flags = dict.fromkeys(name for run in runs for name in run.flags)  # an older log has fewer
-    differing = []
-    for name in flags:
-        values = {str(run.flags.get(name)) for run in runs}
-        if len(values) > 1 and name not in ("out_dir", "resume"):
-            differing.append(name)
+    hidden = ("out_dir", "resume")
+    return [
+        name
+        for name in flags
+        if len({str(run.flags.get(name)) for run in runs}) > 1 and name not in hidden
+    ]
+
+
+def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
+    """Group runs that differ only in their seeds. A group's name has the flags in which it differs
+    from others, or is the run's if it has only one."""
+    names = [name for name in differing_flags(runs) if name != "seed"]
+    groups = defaultdict(list)
+    for run in runs:
+        groups[", ".join(f"{name} {run.flags.get(name)}" for name in names)].append(run)
+    return {
+        (group[0].name if len(group) == 1 else key or "all runs"): group
+        for key, group in groups.items()
+    }
+
+
+def runs_table(runs: list[Run]) -> list[dict[str, str]]:
+    """Return a row for each run: the flags that differ, validations, and the time of the steps."""
     table = []
     for run in runs:
-        row = {"run": run.name} | {name: str(run.flags.get(name, "")) for name in differing}
+        flags = {name: str(run.flags.get(name, "")) for name in differing_flags(runs)}
         steps, _ = run.series("loss")
         last = max(steps, default=0)
-        row["steps made"] = f"{last:,.0f}"
-        losses = run.series("val_loss")[1]
+        row = {"run": run.name} | flags | {"steps made": f"{last:.0f}"}
+        losses, bits = run.series("val_loss")[1], run.series("bits_per_byte")[1]
         row["last validation"] = f"{losses[-1]:.4f}" if len(losses) else ""
         row["best"] = f"{losses.min():.4f}" if len(losses) else ""
+        row["bits per byte"] = f"{bits[-1]:.4f}" if len(bits) else ""
         row["minutes"] = f"{run.x('minutes of steps', last):.1f}"
         rates = run.series("tokens_per_s")[1]  # take the median: the first steps are slow
-        row["tokens/s"] = f"{np.median(rates):,.0f}" if len(rates) else ""
+        row["tokens/s"] = f"{np.median(rates):.0f}" if len(rates) else ""
         table.append(row)
-    return machine.markdown(table)
+    return table
+
+
+def means_table(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
+    """Return a row for each setting that has several runs: the last figures, over the seeds."""
+    table = []
+    for name, group in groups.items():
+        row = {"setting": name, "runs": str(len(group))}
+        for column, quantity in (("last validation", "val_loss"), ("bits per byte",) * 2):
+            row[column] = mean(group, quantity.replace(" ", "_"))
+        table.append(row)
+    return table
+
+
+def mean(runs: list[Run], quantity: str) -> str:
+    """Return the mean of a quantity's last value, and its standard deviation over the runs."""
+    last = [values[-1] for run in runs if len(values := run.series(quantity)[1])]
+    if len(last) < 2:
+        return f"{last[0]:.4f}" if last else ""
+    return f"{np.mean(last):.4f} ± {np.std(last, ddof=1):.4f}"
 
 
 # ---- The picture
@@ -232,6 +276,7 @@ def draw(runs: list[Run], references: list[dict], path: Path):
     if path.exists():
         raise FileExistsError(f"{path} exists: move it away, or name another file with --out")
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, NullLocator
     except ImportError:
@@ -240,11 +285,16 @@ def draw(runs: list[Run], references: list[dict], path: Path):
     if len(tokenizers) > 1:
         raise ValueError(f"losses of {' and '.join(tokenizers)} tokens differ: draw them apart")
     # The panels, and a label for each run.
-    figure = Figure(figsize=(15, 5.2 + 0.22 * len(runs)), layout="constrained")
+    groups = by_setting(runs)
+    figure = Figure(figsize=(15, 5.2 + 0.22 * len(groups)), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     for axes, axis in zip(panels, ("steps", "tokens", "minutes of steps"), strict=True):
-        for number, run in enumerate(runs):
-            draw_run(axes, axis, run, f"C{number}")
+        for number, (name, group) in enumerate(groups.items()):
+            # Ten colours, and for more settings twenty of which two are alike.
+            color = f"C{number}" if len(groups) <= 10 else colormaps["tab20"](number % 20)
+            for run in group:
+                label = describe(name, group) if run is group[0] else None
+                draw_run(axes, axis, run, color, label)
         for reference in references:
             is_shown = reference["what"] == "val_loss" and any(alike(r, [reference]) for r in runs)
             if is_shown and axis != "minutes of steps":
@@ -277,18 +327,35 @@ def brief(number: float) -> str:
     return f"{number:.4g}"
 
 
-def draw_run(axes, axis: str, run: Run, color: str):
-    """Draw training losses, their mean over a fiftieth of the run, and validations as dots."""
+def describe(name: str, group: list[Run]) -> str:
+    """Return a label for runs that differ only in their seeds."""
+    if len(group) > 1:
+        return f"{name}: validation {mean(group, 'val_loss')}, {len(group)} seeds"
+    (steps, _), (val_steps, val_losses) = group[0].series("loss"), group[0].series("val_loss")
+    if len(steps):
+        values, num = smoothed(group[0])
+        name += f": training {values[-1]:.3f} over the last {num:,} of {steps[-1]:,.0f} steps"
+    if len(val_steps):
+        name += f", validation {val_losses[-1]:.3f} after step {val_steps[-1]:,.0f}"
+    return name
+
+
+def smoothed(run: Run) -> tuple[np.ndarray, int]:
+    """Return means of the training loss over a fiftieth of the run, and the number of steps in
+    each."""
+    losses = run.series("loss")[1]
+    num = max(1, len(losses) // 50)
+    return np.convolve(losses, np.ones(num) / num, "valid"), num
+
+
+def draw_run(axes, axis: str, run: Run, color, label: str | None):
+    """Draw training losses, their means, and validations as dots."""
     (steps, losses), (val_steps, val_losses) = run.series("loss"), run.series("val_loss")
-    x, label = run.x(axis, steps), run.name
+    x = run.x(axis, steps)
     axes.plot(x, losses, color=color, linewidth=0.6, alpha=0.25, zorder=1)
     if len(steps):
-        num = max(1, len(steps) // 50)
-        smooth = np.convolve(losses, np.ones(num) / num, "valid")
-        axes.plot(x[num // 2 :][: len(smooth)], smooth, color=color, linewidth=1.3, zorder=2)
-        label += f": training {smooth[-1]:.3f} over the last {num:,} of {steps[-1]:,.0f} steps"
-    if len(val_steps):
-        label += f", validation {val_losses[-1]:.3f} after step {val_steps[-1]:,.0f}"
+        values, num = smoothed(run)
+        axes.plot(x[num // 2 :][: len(values)], values, color=color, linewidth=1.3, zorder=2)
     x = run.x(axis, val_steps)
     axes.plot(x, val_losses, "o", color=color, markersize=5, zorder=3, label=label)
 
@@ -298,6 +365,7 @@ def main():
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run's folder, or one above runs: out/001, out")
     add("--out", type=Path, help="picture to write (default: RUN/curves.png; with --against, none)")
+    add("--csv", type=Path, help="also write the table of runs to this file")
     add("--against", choices=["reference"], help="say how runs compare with published ones")
     args = parser.parse_args()
     runs = read_runs(args.runs)
@@ -308,7 +376,16 @@ def main():
         if any(alike(run, references) for run in runs):
             print(CAVEAT)
     elif len(runs) > 1:
-        print(runs_table(runs))
+        print(machine.markdown(runs_table(runs)))
+        settings = {name: group for name, group in by_setting(runs).items() if len(group) > 1}
+        if settings:
+            print("\n" + machine.markdown(means_table(settings)))
+    if args.csv:
+        rows = runs_table(runs)
+        with open(args.csv, "x", newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
     if args.out or not args.against:
         # The run itself draws loss.png, so the picture beside it has another name.
         path = args.out or machine.unused(Path(args.runs[0], "curves.png"))

@@ -81,7 +81,7 @@ def block(contents: dict[str, dict]) -> str:
     rows = []
     for name, run in contents.items():
         env = run["environment"]
-        row = {"machine": f"[{machine.short_name(env['device_name'])}](results/{name})"}
+        row = {"machine": f"[{machine.short_name(env['device_name'])}]({name})"}
         row |= {"torch": env["torch"], "flags": " ".join(run["flags"]) or "the defaults"}
         row["same losses"] = "yes" if run["same_losses"] else "no"
         row["same weights"] = "yes" if run["same_weights"] else "no"

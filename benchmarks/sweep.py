@@ -218,7 +218,7 @@ def block(contents: dict[str, dict]) -> str:
         if env := content.get("environment"):
             name = machine.short_name(env["device_name"])
             where = f"{name}, torch {env['torch']}, commit {env['commit'][:7]}"
-        start = f"**{content['name']}**: {where} ([figures](results/{file}))"
+        start = f"**{content['name']}**: {where} ([figures]({file}))"
         parts.append(f"{start}. All runs have `{' '.join(common)}`.")
         parts.append(machine.markdown(rows(content)))
     return "\n\n".join(parts)

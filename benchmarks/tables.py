@@ -18,7 +18,9 @@ PROGRAMS = {"ladder": ladder_report, "peers": peers, "resume": resume, "sweep": 
 
 
 def put(page: str, name: str, text: str) -> str:
-    """Return the page with this text between the comments of this name."""
+    """Return the page with this text between the comments of this name. The text links files that
+    lie beside it, which are in another folder than the page."""
+    text = text.replace("](", "](results/")
     before, begin, rest = page.partition(f"<!-- {name} -->")
     _, end, after = rest.partition(f"<!-- end of {name} -->")
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"

@@ -1,5 +1,6 @@
 """benchmarks/plot.py, as a program and its parts, on logs written here."""
 
+import csv
 import importlib.util
 import json
 import os
@@ -227,13 +228,41 @@ def test_a_table_shows_what_differs_between_runs(tmp_path):
     for name, rate in rates.items():
         records = [validated(0, 9.0), step(1, 8.0), validated(1, 5.0), step(2, 7.0)]
         write_log(tmp_path / name, *records, validated(2, 6.0 + rate), learning_rate=rate, steps=2)
-    table = plot.runs_table([plot.read_run(str(tmp_path / name)) for name in rates])
-    head, _, *rows = [re.split(r" *\| *", line.strip("| ")) for line in table.splitlines()]
-    head_end = ["steps made", "last validation", "best", "minutes", "tokens/s"]
+    done = run_program(*(tmp_path / name for name in rates), "--csv", "a.csv", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    head, _, *rows = [re.split(r" *\| *", line.strip("| ")) for line in table]
+    head_end = ["steps made", "last validation", "best", "bits per byte", "minutes", "tokens/s"]
     assert head == ["run", "learning_rate", *head_end]
     for row, (name, rate) in zip(rows, rates.items(), strict=True):
         last = f"{6 + rate:.4f}"
-        assert row == [str(tmp_path / name), str(rate), "2", last, "5.0000", "120.0", "600"]
+        assert row == [str(tmp_path / name), str(rate), "2", last, "5.0000", "", "120.0", "600"]
+    with open(tmp_path / "a.csv", newline="") as f:
+        assert [list(row) for row in csv.reader(f)] == [head, *rows]
+
+
+def test_runs_that_differ_only_in_their_seed_have_a_mean(tmp_path):
+    for name, rate, seed, loss in (("a", 1, 1, 5.0), ("b", 1, 2, 6.0), ("c", 2, 1, 7.0)):
+        records = [step(1, 9.0), validated(1, loss, bits_per_byte=loss / 2)]
+        write_log(tmp_path / name, *records, learning_rate=rate, seed=seed)
+    groups = plot.by_setting([plot.read_run(str(tmp_path / name)) for name in "abc"])
+    assert [len(group) for group in groups.values()] == [2, 1]
+    assert list(groups) == ["learning_rate 1", str(tmp_path / "c")]
+    (row, _) = plot.means_table(groups)
+    assert row == {
+        "setting": "learning_rate 1", "runs": "2", "last validation": "5.5000 ± 0.7071",
+        "bits per byte": "2.7500 ± 0.3536",
+    }  # fmt: skip
+
+
+def test_a_log_that_logrotate_has_cut_is_read_whole(tmp_path):
+    folder = Path(write_log(tmp_path / "run", step(1, 9.0)))
+    for i, name in enumerate(("log.jsonl.10", "log.jsonl.2")):
+        (folder / "log.jsonl").rename(folder / name)
+        os.utime(folder / name, (i, i))
+        (folder / "log.jsonl").write_text(json.dumps(step(i + 2, 8.0 - i)) + "\n")
+    (folder / "log.jsonl.3.gz").write_bytes(b"packed")
+    assert plot.read_run(str(folder)).values["loss"] == {1: 9.0, 2: 8.0, 3: 7.0}
 
 
 def test_a_folder_stands_for_the_runs_below_it(tmp_path):
