@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from model import SHAPES, ComputeConfig, GPTConfig
-from support.cli import check_limits, flag, parse, spell, typed_as
+from support import nanogpt
+from support.cli import PathName, check_limits, flag, parse, read_prompt, spell, typed_as
 from support.device import device_name, speed_ups_off
 from support.ending import UserError
 from support.pretrained import Pretrained
@@ -22,17 +23,20 @@ class TrainConfig:
     The word after a help text says whether a resumed run may change the flag; see cli.OnResume."""
 
     model: str = flag("gpt2", "recipe (default: gpt2, or nano without a GPU)", "refuse", SHAPES)
-    out_dir: str = flag("", "folder of the run (default: next free out/NNN)", "per command")
+    out_dir: PathName = flag("", "folder of the run (default: next free out/NNN)", "per command")
     resume: bool = flag(False, "continue from the newest good checkpoint, if any", "per command")
-    init_from: str = flag("", "initial weights: folder, file or name on the hub", "refuse")
+    init_from: PathName = flag("", "initial weights: folder, file or name on the hub", "refuse")
     seed: int = flag(1337, "seed of the weights, the data order and samples", "refuse")
     save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
     keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # in case of damage
     device: str = flag("auto", "device to train on", "per command", DEVICES)
+    max_hours: float = flag(0.0, "stop after so many hours, saved; 0: never", "per command")
     deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)", "inexact")
     eval_only: bool = flag(False, "evaluate a run or weights without training", "per command")
 
-    data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
+    data_dir: PathName = flag(
+        "", "folder of token shards (default: Python's own source)", group="data"
+    )
     shuffle: bool = flag(True, "reorder the sequences in each epoch", "refuse")
     seq_len: int = flag(1024, "tokens per sequence", "refuse", min=1)
     # As in the lecture.
@@ -59,13 +63,13 @@ class TrainConfig:
     muon: bool = flag(True, "Muon for the matrices of new weights; --no-muon: AdamW", "refuse")
 
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
-    log_every: int = flag(0, "steps per printed line; 0: 1 on a terminal, else 1/20 of the run")
-    hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
+    log_every: int = flag(0, "steps per printed line; 0: 1/20 of the run")
+    hellaswag: PathName = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
     wandb: bool = flag(False, "also log to Weights & Biases")
 
     num_samples: int = flag(1, "samples at each evaluation; 0: none", group="samples")
     sample_tokens: int = flag(200, "most tokens per sample", min=1)
-    prompt: str = flag("", "text to continue (default: the start of a document)")
+    prompt: str = flag("", "text to continue, or FILE:NAME (default: the start of a document)")
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
 
@@ -166,32 +170,14 @@ def muon_learning_rate(n_embd: int) -> float:
     return float(f"{8e-3 * min(1, 128 / n_embd) ** 0.8:.2g}")  # the measurements justify two digits
 
 
-SYNONYMS = {  # flags of nanoGPT, build-nanogpt and llm.c, and their equivalents
-    "--batch-size": "--micro-batch-size (sequences per pass) or --batch-tokens (tokens per step)",
-    "--block-size": "--seq-len",
+SYNONYMS = {  # support/nanogpt.py knows the flags of other programs
     "--cosine": "--schedule cosine",
-    "--dataset": "--data-dir, a folder of token shards",
-    "--decay-lr": "--schedule cosine, or --schedule constant",
-    "--dtype": "--bf16, --fp16, or --no-bf16 for float32",
-    "--eval-interval": "--eval-every",
-    "--eval-iters": "--eval-tokens",
-    "--gradient-accumulation-steps": "--batch-tokens, tokens per step",
     "--input": "a flag of prepare_data.py: prepare the text first",
-    "--log-interval": "--log-every",
-    "--lr": "--learning-rate",
-    "--max-iters": "--steps",
     "--max-new-tokens": "--sample-tokens",
-    "--min-lr": "--decay-to, a fraction of the peak",
     "--no-cosine": "--schedule constant",
-    "--num-iterations": "--steps",
     "--sample-only": "a program, sample.py: python sample.py RUN --prompt TEXT",
-    "--sequence-length": "--seq-len",
     "--start": "--prompt",
     "--tokenizer": "a flag of prepare_data.py: the data determines it",
-    "--total-batch-size": "--batch-tokens, tokens per step",
-    "--val-loss-every": "--eval-every",
-    "--wandb-log": "--wandb",
-    "--warmup-iters": "--warmup-steps",
 }
 
 # The flags that --eval-only accepts. It refuses all others, since they would have no effect.
@@ -201,7 +187,10 @@ EVAL_FLAGS += " deterministic tf32 bf16 fp16 flash bf16_residual loss_chunk_toke
 
 def read_flags(argv: list[str], doc: str) -> dict:
     """Return the flags that the user typed, by name. doc is the text around the flags in --help."""
+    nanogpt.check_names(argv, {*DEFAULTS})
     typed = parse(TrainConfig, doc, RECIPES | {"--init-from": FINETUNE}, SYNONYMS, argv)
+    if "prompt" in typed:
+        typed["prompt"] = read_prompt(typed["prompt"])
     for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
         if typed.get(name) == "":  # from an unset shell variable, for example
             raise UserError(f"{spell(name)} is empty: give it a value, or leave it out")
@@ -291,7 +280,8 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
-            raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out")
+            cure = "leave it out, or begin a new run with another --out-dir and no --init-from"
+            raise UserError(f"{typed_as(name, wanted)}: {has}: {cure}")
     for model, known in SHAPES.items():
         if all(shape[name] == getattr(known, name) for name in ("n_layer", "n_head", "n_embd")):
             return shape | {"model": model}

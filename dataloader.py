@@ -136,11 +136,10 @@ class TokenFolder:
     notes: list[str]  # what was left out or assumed
 
 
-def open_folder(
-    path: Path, tokenizer: str = "gpt2", vocab_size: int = VOCAB_SIZES["gpt2"]
-) -> TokenFolder:
+def open_folder(path: Path, tokenizer: str = "", vocab_size: int = 1 << 16) -> TokenFolder:
     """Return a folder's shards. Those of another program, which come without a manifest, are
-    assumed to hold tokens of `tokenizer`. Raise ShardError if a split has no shards."""
+    assumed to hold tokens of `tokenizer` (GPT-2's if there is no name). Raise ShardError if a split
+    has no shards."""
     cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
     if not os.path.isdir(path):
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
@@ -149,10 +148,12 @@ def open_folder(
     elif (path / UNFINISHED).exists():
         cure = f"repeat the {PREPARE} command that began it"
         raise ShardError(f"--data-dir {path} is unfinished: {cure}")
-    elif (path / "meta.pkl").exists():  # nanoGPT's data by character
+    elif tokenizer:
+        data = open_others(path, tokenizer, vocab_size)
+    elif (path / "meta.pkl").exists():  # nanoGPT's data by character, in an unknown alphabet
         data = open_others(path, "unknown", 1 << 16)
     else:
-        data = open_others(path, tokenizer, vocab_size)
+        data = open_others(path, "gpt2", VOCAB_SIZES["gpt2"])
     if data.train and data.val:
         return data
     problem = f"has no {'val' if data.train else 'train'} shards"
@@ -203,7 +204,8 @@ def open_others(path: Path, tokenizer: str, vocab_size: int) -> TokenFolder:
         splits[split].append(shard)
     fingerprint = hashlib.sha256(b"".join(seen)).hexdigest()[:16]
     if tokenizer == "unknown":
-        notes.append(f"{path}/meta.pkl, a pickle, is not read: no samples and no bits per byte")
+        text = f"{path}/meta.pkl has no alphabet of ASCII: no samples and no bits per byte"
+        notes.append(f"{text}; to have both, prepare the text itself with {PREPARE}")
     else:
         notes.append(f"{path} has no {MANIFEST}: assumed {tokenizer} tokens")
     return TokenFolder(

@@ -9,13 +9,28 @@ What is skipped or assumed is said at the end. To continue a preparation that wa
 check the shards of a complete one, repeat the command.
 """
 
+# `uv run prepare_data.py` reads this and needs nothing else installed.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "numpy==2.4.6", "tiktoken==0.14.0", "tqdm==4.70.1",
+#     "tokenizers==0.23.3", "filelock",
+# ]
+# ///
+
+import sys
+
+from support import ending
+
+if __name__ == "__main__":
+    sys.excepthook = ending.explain_import_error
+
 import hashlib
 import json
 import os
 import random
 import re
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -41,8 +56,7 @@ from dataloader import (
     read_manifest,
     shard_header,
 )
-from support import ending
-from support.cli import flag, parse, quoted, spell
+from support.cli import PathName, PathNames, command, flag, parse, quoted, spell
 from support.cores import num_cores
 from support.ending import DISK_ERRNOS, DiskError, UserError, print_error
 from support.files import LOCK, FolderLock, rename, sync, whole_file
@@ -67,9 +81,13 @@ SAMPLE_BYTES = 1 << 24  # of text to train a tokenizer on
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    input: tuple = flag((), "files, folders, 'patterns'; none: Python's source")
-    data_dir: str = flag("", "folder to write (default: data/stdlib-TOKENIZER; --input needs one)")
-    tokenizer: str = flag("bpe", "bpe (trained on the text), bytes, gpt2, or a folder with one")
+    input: PathNames = flag((), "files, folders, 'patterns'; none: Python's source")
+    data_dir: PathName = flag(
+        "", "folder to write (default: data/stdlib-TOKENIZER; --input needs one)"
+    )
+    tokenizer: PathName = flag(
+        "bpe", "bpe (trained on the text), bytes, gpt2, or a folder with one"
+    )
     vocab_size: int = flag(4096, "bpe: the number of tokens", min=258, max=1 << 16)
     text_field: str = flag("text", "field of a record that holds its text")
     encoding: str = flag("", "encoding of all texts (default: found for each file)")
@@ -299,7 +317,7 @@ def make_tokenizer(reader: Reader, config: PrepareConfig) -> Tokenizer:
 def folder_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer in the folder that --tokenizer names. Raise UserError if it has none."""
     tokenizer = read_tokenizer(Path(name))
-    if not tokenizer:
+    if not tokenizer or not tokenizer.end:
         kinds = "bpe, bytes, gpt2, or a folder with vocab.json and merges.txt"
         raise UserError(f"--tokenizer {name} is none of {kinds}")
     return tokenizer
@@ -437,7 +455,7 @@ def report(folder: Path, manifest: dict):
         num_documents = sum(entry.get("documents", 1) for entry in shards)
         documents = num_documents or "the last tenth of each, since there are too few to draw one"
         show(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
-    ready = f"ready: python train_gpt2.py --data-dir {quoted(str(folder))}"
+    ready = f"ready: {command('train_gpt2.py', '--data-dir', str(folder))}"
     for line in [*manifest.get("account", []), ready]:
         show(line.replace("\n", " "))
 

@@ -6,6 +6,15 @@
 Without a name, sample from the newest run in out/.
 """
 
+# `uv run sample.py` reads this and needs nothing else installed.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "tiktoken==0.14.0",
+#     "tqdm==4.70.1", "safetensors==0.8.0", "tokenizers==0.23.3",
+# ]
+# ///
+
 import sys
 
 from support import ending
@@ -23,11 +32,11 @@ import torch
 
 from config import DEVICES, TrainConfig
 from support import checkpoint, device, log
-from support.cli import flag, parse
+from support.cli import PathName, flag, parse, read_prompt
 from support.ending import UserError
 from support.evaluate import sample
 from support.ranks import find_world
-from support.run_folder import choose_out_dir
+from support.run_folder import newest_run
 
 SYNONYMS = {  # flags of nanoGPT and train_gpt2.py, and their equivalents
     "--compile": "not needed: sample lengths differ, so compiling would not pay off",
@@ -40,7 +49,9 @@ SYNONYMS = {  # flags of nanoGPT and train_gpt2.py, and their equivalents
 
 @dataclass(frozen=True)
 class SampleConfig:
-    model: str = flag("", "a run, a checkpoint, weights, or a name on the hub", group="argument")
+    model: PathName = flag(
+        "", "a run, a checkpoint, weights, or a name on the hub", group="argument"
+    )
     prompt: str = flag("", "text to continue, or FILE:NAME to read it (--start works too)")
     num_samples: int = flag(1, "samples per prompt", min=1)
     sample_tokens: int = flag(200, "most tokens per sample", min=1)
@@ -54,12 +65,8 @@ def read_flags(argv: list[str]) -> dict:
     """Return the flags that the user typed, by name."""
     argv = ["--prompt" + arg[7:] if arg.split("=")[0] == "--start" else arg for arg in argv]
     typed = parse(SampleConfig, __doc__ or "", {}, SYNONYMS, argv)
-    prompt = typed.get("prompt", "")
-    if prompt.startswith("FILE:"):
-        try:
-            typed["prompt"] = Path(prompt[5:]).read_bytes().decode("utf-8-sig")
-        except (OSError, ValueError) as error:
-            raise UserError(f"--prompt {prompt} can't be read: {error}") from error
+    if "prompt" in typed:
+        typed["prompt"] = read_prompt(typed["prompt"])
     return typed
 
 
@@ -94,14 +101,13 @@ def read_prompts() -> Iterator[str]:
 
 def show_samples(flags: SampleConfig, prompts: Iterable[str]):
     """Load the model, and print each prompt's samples token by token."""
-    name = flags.model or str(choose_out_dir("", resume=True))
-    if not flags.model and not os.path.exists(name):
+    name = flags.model or newest_run(Path("out"))
+    if not name:
         raise UserError("there is no run in out/: name a run, a checkpoint, or other weights")
-    model, pretrained = checkpoint.open_model(name)
+    model, pretrained = checkpoint.open_model(str(name))
     model.to(find_world({}, torch.cuda.device_count(), flags.device).device)
     on_terminal = log.is_terminal(sys.stdin)
-    if on_terminal:
-        ending.print_error(f"sampling from {pretrained.path}")
+    ending.print_error(f"sampling from {pretrained.path}")
     sampling = asdict(flags) | {"model": "gpt2", "bf16": False, "warmup_steps": 0}
     for i, prompt in enumerate(prompts):
         try:

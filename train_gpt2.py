@@ -4,6 +4,15 @@ torchrun --standalone --nproc_per_node=8 train_gpt2.py           # eight GPUs
 python train_gpt2.py --data-dir data/mine --out-dir out/mine --resume
 """
 
+# `uv run train_gpt2.py` reads this and needs nothing else installed.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "tiktoken==0.14.0",
+#     "tqdm==4.70.1", "safetensors==0.8.0", "tokenizers==0.23.3",
+# ]
+# ///
+
 import os
 import sys
 
@@ -20,7 +29,7 @@ if __name__ == "__main__":
 
 import math
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +43,7 @@ from model import GPT
 from support import checkpoint, choices, corpus, device, evaluate, fit, log, report, run_folder
 from support.cli import spell, typed_as
 from support.ending import NumericalError, Phase, UserError, signals
-from support.files import FolderLock
+from support.files import FolderLock, did_you_mean
 from support.muon import MuonAdamW
 from support.pretrained import Pretrained, load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
@@ -102,6 +111,10 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim
     if config.muon:
         return MuonAdamW(groups, model.matrices(), config.bf16, world, **options)
     return torch.optim.AdamW(groups, **options)
+
+
+# The flags that learning_rate reads.
+OF_THE_RATE = ("learning_rate", "steps", "warmup_steps", "schedule", "decay_to", "decay_share")
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -259,6 +272,8 @@ def log_step(run: Run, result: StepResult, seconds: float):
     run.log.recent_seconds.append(seconds)
     tokens_per_s = config.batch_tokens / seconds
     tflops = tokens_per_s * run.model.flops_per_token() / run.world.size / 1e12
+    # If a step seems faster than products alone, the machine was busy when those were measured.
+    run.environment["matmul_tflops"] = max(tflops, run.environment["matmul_tflops"])
     record = {
         "step": step,
         "loss": result.loss,
@@ -288,9 +303,9 @@ def log_step(run: Run, result: StepResult, seconds: float):
     run.log.record(**record)
     # Always print a process's first step: it shows that all is well and how long a run will take.
     is_first = step == run.first_step + 1
-    log_every = config.log_every or log.default_interval(config.steps)
-    if is_first or result.notice or is_due(step, log_every, config.steps):
-        run.log.print(text)
+    log_every = config.log_every or math.ceil(config.steps / 20)
+    line_is_due = is_first or result.notice or is_due(step, log_every, config.steps)
+    run.log.print_step(text, bool(line_is_due))
     if log.is_drawn(step, config.steps):
         run.losses[step] = result.loss
 
@@ -367,6 +382,9 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
         check_same_run(state, config, data)
+    if lock and typed.get("resume") and not state:
+        near = did_you_mean(str(out_dir))
+        log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins{near}")
     start = pretrained.path if pretrained else None
     if world.size > 1:
         pretrained = None  # each rank reads start itself, rather than receive the weights
@@ -383,7 +401,7 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | No
         return checkpoint.read_newest(init_from), None
     if path is None and eval_only:
         cure = "name a run with --out-dir, or weights with --init-from"
-        raise UserError(f"no checkpoint in {out_dir}: {cure}")
+        raise UserError(f"no checkpoint in {out_dir}: {cure}{did_you_mean(str(out_dir))}")
     if path is None:
         return None, None
     try:
@@ -486,7 +504,8 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     if world.call_on_main(is_complete, plan, out_dir):
         if state and world.is_main:
             done = f"{state['step']:,} steps are done"
-            log.show(f"already complete: {done}, and --steps is {config.steps:,}")
+            more = f"to train on, add --steps {2 * state['step']}"
+            log.show(f"already complete: {done}, and --steps is {config.steps:,}; {more}")
         return None
 
     # Build the network, and find a micro-batch that fits.
@@ -503,14 +522,14 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     # Start Weights & Biases before the log, so that a failure comes before anything is logged.
     wandb_run = None
     if config.wandb:
-        wandb_run = world.call_on_all(log.start_wandb, out_dir, world.is_main)
+        wandb_run = world.call_on_all(log.start_wandb, out_dir, asdict(config), world.is_main)
     T, rank, size = config.seq_len, world.rank, world.size
     run = Run(
         config=config,
         world=world,
         out_dir=out_dir,
         lock=lock,
-        log=log.Log(out_dir, world.is_main, wandb_run),
+        log=log.Log(lock, world.is_main, wandb_run),
         environment=device.environment(world.device, world.size, config.dtype),
         data=data,
         val_loader=ShardLoader(data.val, B, T, rank, size),
@@ -528,6 +547,10 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     for _ in range(2 if world.size > 1 else 0):
         fit.dummy_pass(net, B, config, world)
     report.print_start(run, typed, plan.reasons, state)
+    if state and 0 < run.step < config.steps:
+        saved = {name: state["config"].get(name, getattr(config, name)) for name in OF_THE_RATE}
+        old = learning_rate(run.step - 1, replace(config, **saved))
+        report.warn_if_rate_jumps(run, old, learning_rate(run.step, config))
     return run
 
 
@@ -592,6 +615,8 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     try:
         with signals:
+            if typed.get("max_hours"):
+                signals.end_at = ending.STARTED_AT + 3600 * typed["max_hours"]
             return run_program(typed)
     except (Exception, KeyboardInterrupt) as error:
         exit_code = ending.report(error)
@@ -599,6 +624,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return exit_code
     finally:
+        signals.end_at = math.inf
         ending.watchdog.stop()
 
 

@@ -7,6 +7,7 @@ A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model
     optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
     state.json              everything else that a resume needs: see state_of in run.py
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
+    README.md               a model card for people; it has no digest, so that they can edit it
 
 We write it as step_000250.tmp, sync it, and rename it, so a checkpoint is complete or absent.
 """
@@ -29,19 +30,21 @@ from config import TrainConfig
 from model import GPT
 from support import pretrained
 from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
-from support.files import FolderLock, open_regular, read_small, rename, sync
+from support.files import FolderLock, did_you_mean, open_regular, read_small, rename, sync
 from support.run_folder import SUMS, checkpoints, step_of
 from support.tokenizer import Tokenizer, as_json, load_tokenizer
 
+CARD = "README.md"
 FORMAT = 4  # of state.json
 STATE = {"step": int, "position": int, "micro_batch_size": int, "scaler": dict, "losses": dict}
 STATE |= {"val_losses": dict, "environment": dict, "tokenizer": str, "data": str}
 ENVIRONMENT = ("torch", "threads", "ranks", "device_name")  # what a resume compares
-REQUIRED = {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
+WEIGHTS = ("config.json", "model.safetensors")  # all that sampling and --init-from need
+FOR_RESUME = (*WEIGHTS, "optimizer.safetensors", "state.json", SUMS)
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint file does not match its digest."""
+    """A checkpoint file is missing, or does not match its digest."""
 
 
 def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
@@ -52,8 +55,11 @@ def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: 
     unfinished = path.with_name(f"{path.name}.tmp")
     tokenizer = load_tokenizer(state["tokenizer"])
     files = tokenizer.files(model.config.seq_len) if tokenizer else {}
-    files["config.json"] = as_json(pretrained.hf_config(model.config, state["tokenizer"]))
+    settings = pretrained.hf_config(model.config, state["tokenizer"])
+    end_of_text = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
+    files["config.json"], files["generation_config.json"] = as_json(settings), as_json(end_of_text)
     files["state.json"] = as_json({"format": FORMAT} | state)
+    files[CARD] = pretrained.model_card(model, state).encode()
     try:
         unfinished.mkdir()  # without parents, which would bring back a folder that was moved
         for name, content in files.items():
@@ -65,7 +71,8 @@ def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: 
                 shutil.copymode(unfinished / "state.json", file)
         with ThreadPoolExecutor() as pool:  # to process both large files at once
             lines = list(pool.map(sync_and_sum, sorted(unfinished.iterdir())))
-        (unfinished / SUMS).write_bytes("".join(lines).encode())
+        sums = [line for line in lines if not line.endswith(f" {CARD}\n")]
+        (unfinished / SUMS).write_bytes("".join(sums).encode())
         sync_and_sum(unfinished / SUMS)
         sync(unfinished)
         lock.check()
@@ -125,36 +132,49 @@ def best_of(paths: list[Path], val_losses: dict[int, float]) -> Path | None:
     return min(validated, key=lambda p: (val_losses[step_of(p)], step_of(p)), default=None)
 
 
-def newest(out_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose digests are right, or None if there is no checkpoint.
-    Print the name of each damaged checkpoint, and raise NoGoodCheckpoint if all are damaged."""
+def newest(out_dir: Path, needed: tuple = FOR_RESUME) -> Path | None:
+    """Return the newest checkpoint that has the files in `needed` and right digests, or None if
+    there is no checkpoint. Print the name of each one that has not, and raise NoGoodCheckpoint if
+    this holds for all."""
     paths = checkpoints(out_dir)
     for path in paths:
         try:
-            verify(path)
+            verify(path, needed)
             return path
         except DamagedCheckpoint as error:
             if not os.path.lexists(path):  # the live run in out_dir has just removed it
-                return newest(out_dir)
+                return newest(out_dir, needed)
             print_error(f"{error}; trying the previous checkpoint")
     if paths:
         raise NoGoodCheckpoint(f"no checkpoint in {out_dir} is good")
     return None
 
 
-def verify(path: Path):
-    """Raise DamagedCheckpoint unless every file of a checkpoint has the digest in SHA256SUMS."""
+def verify(path: Path, needed: tuple = FOR_RESUME):
+    """Raise DamagedCheckpoint unless a checkpoint has the files in `needed`, and every file has the
+    digest in SHA256SUMS. If only the weights are needed, other files may be missing, because people
+    hand on checkpoints without them."""
+    missing = [name for name in needed if not os.path.lexists(path / name)]
+    if missing:
+        text = f"{path} lacks {', '.join(missing)}"
+        if all(os.path.exists(path / name) for name in WEIGHTS):
+            text += ", so no run can resume from it: it is good for sample.py and --init-from"
+        raise DamagedCheckpoint(text)
     file = path / SUMS
+    if not os.path.lexists(file):
+        return
     try:
         # Split only at \n, to catch a bit flip that turns \n into another line ending.
         *lines, after_last = read_small(file).decode("ascii").split("\n")
         names = [line[66:] for line in lines]  # skip 64 digits and two spaces
-        if after_last or not set(names) >= REQUIRED:
+        if after_last or not {SUMS, *names}.issuperset(needed):
             raise ValueError("it is incomplete")
         for name, line in zip(names, lines, strict=True):
             if name != Path(name).name:
                 raise ValueError("it names a file in another folder")
             file = path / name
+            if needed == WEIGHTS and not os.path.lexists(file):
+                continue
             with open_regular(file) as f:
                 digest = hashlib.file_digest(f, "sha256").hexdigest()
             if line != f"{digest}  {name}":
@@ -259,11 +279,11 @@ def find_weights(name: str) -> Path:
         if others:
             raise UserError(f"{name} is not there: {path.parent} has {', '.join(others)}")
         if path.parent != Path() and os.path.isdir(path.parent):  # not a Hugging Face name
-            raise UserError(f"--init-from {name}: there is no such file or folder in {path.parent}")
+            raise UserError(f"{name}: there is no such file or folder{did_you_mean(name)}")
         return pretrained.download(name)
-    checkpoint_of_run = newest(path)
+    checkpoint_of_run = newest(path, WEIGHTS)
     if checkpoint_of_run is None and (path / SUMS).is_file():
-        verify(path)
+        verify(path, WEIGHTS)
     return checkpoint_of_run or path
 
 

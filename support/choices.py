@@ -114,11 +114,11 @@ def compiling(config: TrainConfig) -> tuple[bool, str]:
 
 
 def race(usual: Callable[[], None], other: Callable[[], None]) -> tuple[float, float]:
-    """Return the least time of both functions in ms, over a tenth of a second. They take turns,
-    because other programs may slow some calls down. Give up if the other is far slower."""
+    """Return the least time of both functions in ms, over 0.3 s. They take turns, because other
+    programs may slow some calls down. Give up if the other is far slower."""
     usual()  # the first call ever in a process takes longer
     times: tuple[list[float], list[float]] = ([], [])
-    while len(times[0]) < 5 or sum(times[0] + times[1]) < 100:
+    while len(times[0]) < 5 or sum(times[0] + times[1]) < 300:
         for function, its_times in zip((usual, other), times, strict=True):
             started = time.perf_counter()
             function()

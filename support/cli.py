@@ -6,12 +6,14 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import field, fields
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from support.ending import UserError
+from support.files import REPO
 
 # What a resumed run does if a flag's value differs from the checkpoint's:
 #     refuse       end with an error, because the network or the data would be different
@@ -19,6 +21,14 @@ from support.ending import UserError
 #     allow        use the new value, and say so
 #     per command  use the new value; the flag belongs to one command, so no checkpoint keeps it
 OnResume = Literal["refuse", "inexact", "allow", "per command"]
+
+PathName = Annotated[str, "a path"]
+PathNames = Annotated[tuple, "paths"]
+# A path may begin with ~, which shells leave as it is in --name=~/...
+PARSERS: dict[Any, Callable[[str], Any]] = {
+    PathName: os.path.expanduser,
+    PathNames: os.path.expanduser,
+}
 
 
 def flag(  # noqa: PLR0913
@@ -44,6 +54,14 @@ def spell(name: str) -> str:
 def quoted(*words: str) -> str:
     """Return words as the user types them: cmd.exe would pass on the '...' of other shells."""
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
+def command(program: str, *words: str) -> str:
+    """Return a command line for one of our programs that works in the current folder."""
+    path = REPO / program
+    with suppress(ValueError):  # on Windows, the folder is on another drive
+        path = Path(os.path.relpath(path))
+    return quoted("python", str(path), *words)
 
 
 def typed_as(name: str, value) -> str:
@@ -101,15 +119,18 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
         text = f.metadata["help"]
         if f.metadata["group"] == "argument":
             parser.usage = f"%(prog)s [{f.name}] [flags]"
-            parser.add_argument(f.name, nargs="?", default=argparse.SUPPRESS, help=text)
+            kind_of_value = PARSERS.get(f.type, f.type)
+            parser.add_argument(
+                f.name, nargs="?", type=kind_of_value, default=argparse.SUPPRESS, help=text
+            )
             continue
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        options = {"type": f.type, "choices": f.metadata["choices"]}
+        options = {"type": PARSERS.get(f.type, f.type), "choices": f.metadata["choices"]}
         if f.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
-        elif f.type is tuple:
-            options = {"nargs": "+"}
+        elif f.type is PathNames:
+            options["nargs"] = "+"
         if "(default: " not in text:
             defaults = ["none" if f.default in ("", ()) else str(f.default)]
             for recipe, values in recipes.items():
@@ -118,18 +139,29 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
             text += f" (default: {'; '.join(defaults)})"
         # SUPPRESS keeps defaults out of the result, so that it has only what the user typed.
         group.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **options)
-    typed = vars(parser.parse_args([normalized(arg) for arg in argv]))
+    switches = {f.name for f in fields(kind) if f.type is bool}
+    typed = vars(parser.parse_args([normalized(arg, switches) for arg in argv]))
     check_limits(kind, typed)
     return typed
 
 
-def normalized(arg: str) -> str:
+def normalized(arg: str, switches: Iterable[str]) -> str:
     """Return an argument in argparse's spelling: --no-compile for nanoGPT's --compile=False."""
     name, equals, value = arg.partition("=")
     if not name.startswith("--"):
         return arg
     if value == "--":
         raise UserError(f"{arg}: -- ends the flags, and is not a value")  # argparse would drop it
-    if value in ("True", "False"):
-        return typed_as(name[2:], value == "True")
+    if name[2:].replace("-", "_") in switches and value.lower() in ("true", "false"):
+        return typed_as(name[2:], value.lower() == "true")
     return name.replace("_", "-") + equals + value
+
+
+def read_prompt(prompt: str) -> str:
+    """Return --prompt, or if it is FILE:NAME, the text in that file."""
+    if not prompt.startswith("FILE:"):
+        return prompt
+    try:
+        return Path(prompt[5:]).expanduser().read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError, RuntimeError) as error:  # the last if there is no home folder
+        raise UserError(f"--prompt {prompt} can't be read: {error}") from error

@@ -1,5 +1,6 @@
 """A run's data: either a folder that the user names or Python's standard library."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from dataloader import (
 from model import SHAPES
 from support.cli import quoted
 from support.ending import UserError
+from support.files import did_you_mean
 from support.pretrained import Pretrained
 from support.tokenizer import load_tokenizer, read_tokenizer
 
@@ -46,6 +48,9 @@ def open_data(config: TrainConfig, pretrained: Pretrained | None) -> tuple[Token
 def open_tokens(folder: Path) -> TokenFolder:
     """Return a folder's shards, and load its tokenizer if it holds one. Raise UserError if it is
     not complete."""
+    near = "" if os.path.lexists(folder) else did_you_mean(str(folder))
+    if near:
+        raise UserError(f"--data-dir {folder} is not there{near}")
     tokenizer = read_tokenizer(folder)
     try:
         if tokenizer:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from support.ending import UserError
+from support.ending import UserError, why_too_old
+from support.files import REPO
 
 # Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets, by name pattern.
 PEAK_TFLOPS = {
@@ -38,7 +39,6 @@ PEAK_TFLOPS = {
     "NVIDIA GeForce RTX 3080": 60,
 }
 CPUINFO = Path("/proc/cpuinfo")
-REPO = Path(__file__).parent.parent
 
 
 def speed_ups_off(device: torch.device, model: str, asked: Mapping) -> dict[str, str]:
@@ -98,9 +98,8 @@ def check_gpu(device: torch.device):
 
 def check_torch(version: str):
     """Raise UserError if this version of torch is too old."""
-    major, minor = version.split(".")[:2]
-    if (int(major), int(minor)) < (2, 5):
-        raise UserError(f"torch {version} is too old; use 2.5 or later: pip install -U torch")
+    if why_too_old(version):
+        raise UserError(why_too_old(version))
 
 
 def set_environment():

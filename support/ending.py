@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from enum import Enum, auto
+from importlib import metadata
 from pathlib import Path
 
 DONE, STOPPED, INTERRUPTED = 0, 3, 130
@@ -41,6 +42,7 @@ SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does s
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Ctrl-Break
 SIGNALS = [number for number in signal.Signals if number.name in NAMES]
 
+STARTED_AT = time.monotonic()  # of this process
 program = "train_gpt2.py"  # the first word of each error line; sample.py changes it
 
 
@@ -111,13 +113,19 @@ class StopSignals:
 
     phase = Phase.STARTING
     received_at = math.inf  # time.monotonic() at the first signal
+    end_at = math.inf  # time.monotonic() when --max-hours are over
+
+    @property
+    def is_time_up(self) -> bool:
+        return time.monotonic() >= self.end_at
 
     @property
     def received(self) -> bool:
-        return self.received_at < math.inf
+        """Whether to stop. The end of --max-hours acts like a first signal."""
+        return self.received_at < math.inf or self.is_time_up
 
     def __enter__(self):
-        self.phase, self.received_at = Phase.STARTING, math.inf
+        self.phase, self.received_at, self.end_at = Phase.STARTING, math.inf, math.inf
         self.previous: dict = {}  # the original handlers
         for number in SIGNALS:
             stops = number.name != "SIGHUP" or "TORCHELASTIC_RUN_ID" in os.environ
@@ -132,7 +140,7 @@ class StopSignals:
     def handle(self, *_):
         if self.phase is Phase.LEAVING:
             return
-        is_first = not self.received
+        is_first = self.received_at == math.inf
         # Record the signal first: Python drops a KeyboardInterrupt raised in a destructor.
         now = time.monotonic()
         self.received_at = min(now, self.received_at)
@@ -179,7 +187,8 @@ def report(error: BaseException) -> int | None:
     if exit_code == INTERRUPTED:
         unsaved = "; steps since the last checkpoint are not saved"
         if is_main_rank():
-            print_error(f"stopped by a signal{unsaved if signals.phase is Phase.UNSAVED else ''}")
+            reason = "as --max-hours are over" if signals.is_time_up else "by a signal"
+            print_error(f"stopped {reason}{unsaved if signals.phase is Phase.UNSAVED else ''}")
     elif exit_code is not None:
         print_error(f"error: {error}")
         tell_torchrun(f"error: {error}")
@@ -243,10 +252,39 @@ def open_standard_streams():
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
+def explain_import_error(kind, error: BaseException, trace):
+    """Print one line instead of a traceback if a library is missing or torch is too old."""
+    requirements = Path(__file__).parent.parent / "requirements.txt"
+    names = [line.partition("==")[0] for line in requirements.read_text().split()]
+    python = f"{sys.executable} -m pip install -r {requirements}"
+    old_torch = ""
+    if isinstance(error, ImportError | AttributeError):
+        with suppress(metadata.PackageNotFoundError):
+            old_torch = why_too_old(metadata.version("torch"))
+    if isinstance(error, ModuleNotFoundError) and error.name in [*names, "filelock"]:
+        cure = f"{python} (a .venv that was moved must be made again)"
+        print_error(f"error: {error.name} is not installed for this Python: {cure}")
+    elif old_torch:
+        print_error(f"error: {old_torch}")
+    else:
+        sys.__excepthook__(kind, error, trace)
+        return
+    os._exit(UserError.exit_code)  # Python itself would exit with 1
+
+
+def why_too_old(version: str) -> str:
+    """Return what to say about a version of torch that is too old, else ""."""
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) >= (2, 5):
+        return ""
+    return f"torch {version} is too old; use 2.5 or later: pip install -U torch"
+
+
 def guard_imports():
     """Make Ctrl-C end the slow import of torch without a traceback. Ask Linux to kill this rank if
     torchrun dies, because the rank would otherwise keep training and hold the run's lock."""
     open_standard_streams()
+    sys.excepthook = explain_import_error
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return

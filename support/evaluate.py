@@ -21,7 +21,7 @@ from model import GPT, VARLEN_BACKENDS
 from support import log
 from support.device import autocast
 from support.ending import UserError, signals, until_signal, watchdog
-from support.files import read_small
+from support.files import did_you_mean, read_small
 from support.fit import pass_fits
 from support.ranks import World
 from support.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
@@ -122,8 +122,11 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
     device = model.lm_head.weight.device
     # A separate generator makes a run's samples independent of when they are drawn.
     rng = torch.Generator(device).manual_seed(random_seed(config.seed, number))
-    # Every document begins with <|endoftext|>, and so does a sample without a prompt.
-    ids = tokenizer.encode(config.prompt) or [min(tokenizer.end_of_text, size - 1)]
+    # Every document begins with <|endoftext|>, and so does a sample without a prompt. An alphabet
+    # has none; there, nanoGPT's samples begin a new line.
+    end = tokenizer.end_of_text
+    first = tokenizer.encode("\n") if end is None else [min(end, size - 1)]
+    ids = tokenizer.encode(config.prompt) or first
     if max(ids) >= size:
         raise UserError(f"--prompt: token {max(ids)}, but the network only knows 0 to {size - 1}")
     yield config.prompt
@@ -133,10 +136,9 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
         # Keep the yield outside autocast, which would also apply to the caller's code.
         with autocast(config.dtype, device):
             token = int(next(tokens))
-        if token == tokenizer.end_of_text:  # what follows belongs to another document
+        if token == end:  # what follows belongs to another document
             break
-        yield decoder.decode(tokenizer.token_bytes(token))
-    yield decoder.decode(b"", final=True)
+        yield decoder.decode(tokenizer.token_bytes(token))  # holds back half a character
 
 
 def samples(model: GPT, tokenizer: str, config: TrainConfig) -> str:
@@ -160,7 +162,7 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
     if codec.size > vocab_size:
         raise UserError(f"--hellaswag: {tokenizer} tokens exceed the network's {vocab_size} ids")
     if not os.path.isfile(path):
-        raise UserError(f"--hellaswag {path}: there is no such file")
+        raise UserError(f"--hellaswag {path}: there is no such file{did_you_mean(path)}")
     where, examples = f"--hellaswag {path}", []
     try:
         for number, line in enumerate(read_small(Path(path)).splitlines(), 1):

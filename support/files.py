@@ -1,5 +1,6 @@
 """Writing files atomically, reading untrusted files, and locking folders."""
 
+import difflib
 import errno
 import io
 import os
@@ -11,10 +12,25 @@ from filelock import FileLock
 
 from support.ending import DiskError, print_error
 
+REPO = Path(__file__).parent.parent
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 MAX_SMALL = 1 << 28  # bytes of JSON or a vocabulary; HellaSwag has 2**24
 IN_USE = (errno.EACCES, errno.EPERM, errno.EBUSY)
+
+
+def did_you_mean(name: str) -> str:
+    """Return a question that names a file or folder that exists and is spelled like `name`, which
+    does not exist, or "" if there is none."""
+    path, rest = Path(name), Path()
+    while path.name and not os.path.lexists(path.parent):  # an earlier part is misspelt
+        path, rest = path.parent, path.name / rest
+    with suppress(OSError):
+        others = [other for other in os.listdir(path.parent) if other != path.name]
+        for other in difflib.get_close_matches(path.name, others, cutoff=0.75):
+            if os.path.lexists(path.parent / other / rest):
+                return f"; did you mean {path.parent / other / rest}?"
+    return ""
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from support.cli import quoted
 from support.ending import DISK_ERRNOS, UserError
+from support.files import did_you_mean
 from support.formats import PIECE, Source, as_utf8, examine, field_in, records, sources
 
 RECORDS_NAME = re.compile(r"\.(jsonl|ndjson|jl|csv|tsv|parquet|arrow)(\.gz|\.bz2|\.xz|\.zst)?$")
@@ -87,7 +88,7 @@ def files_in(inputs: Iterable[str], account: Account) -> list[str]:
             account.skip_file("a broken link, pipe or device", file)
         if not found:
             what = "it holds no file" if os.path.lexists(name) else "there is no such file"
-            raise UserError(f"--input {quoted(name)}: {what}")
+            raise UserError(f"--input {quoted(name)}: {what}{did_you_mean(name)}")
         for file in found:
             first = files.setdefault(os.path.realpath(file), file)
             if first != file:

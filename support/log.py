@@ -1,24 +1,27 @@
 """A run's output, which is never read back: log.jsonl, terminal, Weights & Biases and loss.png."""
 
 import ctypes
-import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
+from uuid import uuid4
 
 import numpy as np
 from tqdm import tqdm
 
 from support.ending import UserError, printable
-from support.files import whole_file
-from support.run_folder import LOG
+from support.files import FolderLock, whole_file
+from support.run_folder import LOG, WANDB_ID
 
 if sys.platform == "win32":
     import msvcrt
@@ -27,14 +30,17 @@ if sys.platform == "win32":
 class Log:
     """Prints, and writes log.jsonl (one JSON record per line), on the main rank only."""
 
-    def __init__(self, out_dir: Path, is_main: bool, wandb_run: Any = None):
+    def __init__(self, lock: FolderLock, is_main: bool, wandb_run: Any = None):
+        self.lock = lock
         self.is_main = is_main
         self.wandb_run = wandb_run
         self.has_warned = False  # of overfitting
         self.recent_seconds: deque[float] = deque(maxlen=100)  # durations of the last steps
-        if not is_main:
-            return
-        self.file = open(out_dir / LOG, "ab+")
+        if is_main:
+            self.open()
+
+    def open(self):
+        self.file = open(self.lock.folder / LOG, "ab+")
         # If a killed process left an incomplete last line, keep it and start a new line.
         if self.file.tell():
             self.file.seek(-1, os.SEEK_END)
@@ -45,11 +51,22 @@ class Log:
         if self.is_main:
             show(text)
 
+    def print_step(self, text: str, is_due: bool):
+        """Print a step's line if it is due. Otherwise, on a terminal, show it until the next."""
+        if is_due:
+            self.print(text)
+        elif self.is_main and is_terminal(sys.stdout):
+            show_briefly(text)
+
     def record(self, **fields):
         """Append a record to log.jsonl, and send its numbers to Weights & Biases."""
         if not self.is_main:
             return
         try:
+            if not self.is_in_place():  # logrotate has moved it
+                self.lock.check()
+                self.file.close()
+                self.open()
             self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
             self.file.flush()
         except OSError as error:
@@ -58,23 +75,42 @@ class Log:
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         if self.wandb_run and "step" in fields and numbers:
             try:
-                self.wandb_run.log(numbers | {"step": fields["step"]})
+                self.wandb_run.log(numbers, step=fields["step"])
             except Exception as error:  # a failure of wandb must not end the run
                 self.wandb_run = None
                 reason = f"{type(error).__name__}: {error!s:.200}"
                 show(f"Weights & Biases logging has stopped: {reason}")
+
+    def is_in_place(self) -> bool:
+        """Return whether the open file is still the one with the log's name."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.file.name))
+        return False
 
     def time_left(self, num_steps: int) -> timedelta:
         """Return how long num_steps will take at the recent speed."""
         return timedelta(seconds=int(np.mean(self.recent_seconds) * num_steps))
 
 
+brief = ""  # a line on the terminal that the next one overwrites
+
+
 def show(text: str, end: str = "\n"):
     """Print text. A reader that is gone (`| head`, a closed terminal) must not stop a run."""
+    global brief  # noqa: PLW0603
     try:
-        print(printable(text), end=end, flush=True)
+        print(" " * len(brief) + "\r" * bool(brief) + printable(text), end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    brief = ""
+
+
+def show_briefly(text: str):
+    """Show a line until the next one. It must fit: \\r only goes back in a terminal's last row."""
+    global brief  # noqa: PLW0603
+    text = text[: shutil.get_terminal_size().columns - 1]
+    show(text, end="\r")
+    brief = text
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -91,27 +127,31 @@ def in_notebook() -> bool:
     return "JPY_PARENT_PID" in os.environ  # set by Jupyter, and inherited by child processes
 
 
-def default_interval(num_steps: int) -> int:
-    """Return the number of steps per line on stdout: 1 on a terminal, otherwise 1/20 of the run."""
-    return 1 if is_terminal(sys.stdout) else math.ceil(num_steps / 20)
-
-
 def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
     """Return items with a progress bar, which appears after a second and only on a terminal."""
     is_shown = is_main and is_terminal(sys.stderr)
     return tqdm(items, desc=label, leave=False, delay=1, disable=not is_shown)
 
 
-def start_wandb(out_dir: Path, is_main: bool) -> Any:
-    """Return a new or resumed Weights & Biases run, or None on all but the main rank."""
+def start_wandb(out_dir: Path, config: dict, is_main: bool) -> Any:
+    """Return a new or resumed run of Weights & Biases, or of trackio if only that is installed.
+    Return None on all but the main rank."""
     if not is_main:
         return None
+    project = os.environ.get("WANDB_PROJECT", "train_gpt2")
     try:
-        os.environ.setdefault("WANDB_PROJECT", "train_gpt2")
+        if not find_spec("wandb") and find_spec("trackio"):  # which has the same functions
+            import trackio
+
+            return trackio.init(project, name=out_dir.name, config=config, resume="allow")
         import wandb
 
-        run_id = hashlib.sha256(str(out_dir.absolute()).encode()).hexdigest()[:16]
-        return wandb.init(name=out_dir.name, dir=str(out_dir), id=run_id, resume="allow")
+        # A new run in the same folder is a run of its own, so the folder keeps the run's id.
+        file = out_dir / WANDB_ID
+        if not file.exists():
+            file.write_text(uuid4().hex[:16])
+        options = {"name": out_dir.name, "dir": str(out_dir), "id": file.read_text()}
+        return wandb.init(project=project, config=config, resume="allow", **options)
     except Exception as error:  # wandb raises many kinds of exceptions
         cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
         raise UserError(f"--wandb: {error!s:.200}: {cure}") from error

@@ -16,7 +16,7 @@ from torch import Tensor
 from dataloader import VOCAB_SIZES
 from model import GPT, GPTConfig
 from support.ending import UserError
-from support.files import open_regular, read_small
+from support.files import did_you_mean, open_regular, read_small
 from support.tokenizer import load_tokenizer, read_tokenizer
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
@@ -49,6 +49,32 @@ HF_SETTINGS = {  # the values in config.json that we support, with the default f
     "add_cross_attention": (False,),
     "n_inner": (None,),
 }
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+---
+# A GPT-2
+
+- Shape: {shape}; {params} parameters
+- Vocabulary: {tokens}
+- Training: {training}, on {data}
+
+Validation losses, in nats per token:
+
+{losses}
+
+{load}"""
+LOAD = """```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", "THIS FOLDER")
+```
+"""
+LOAD_CHANGED = """The network is a changed GPT-2, with {}, so transformers refuses it. The program
+that trained it loads it: `python sample.py THIS FOLDER`. If transformers' GPT-2 can express the
+change, map it in hf_config in support/pretrained.py.
+"""
 OUR_KEY = "train_gpt2"  # our config.json's key for GPTConfig's fields and the tokenizer
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
 # The tokenizer for a vocabulary size. GPT-2's vocabulary may have padding or chat tokens.
@@ -103,11 +129,38 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
         end_of_text = VOCAB_SIZES[tokenizer] - 1
     settings["bos_token_id"] = settings["eos_token_id"] = end_of_text
     settings[OUR_KEY] = {"shape": shape, "tokenizer": tokenizer}
-    for f in fields(GPTConfig):
-        if f.name not in (*HF_SHAPE, "pad_vocab") and shape[f.name] != f.default:
-            # The network has been modified, so transformers must not load it as a GPT-2.
-            settings |= {"model_type": OUR_KEY, "architectures": []}
+    if changes(config):  # transformers must not load it as a GPT-2, and shows this reason
+        reason = f"GPT-2 changed by {', '.join(changes(config))}: see README.md beside this file"
+        settings |= {"model_type": reason, "architectures": []}
     return settings
+
+
+def changes(config: GPTConfig) -> list[str]:
+    """Return the fields that make this network something else than GPT-2."""
+    known = (*HF_SHAPE, "pad_vocab")
+    return [
+        f"{f.name}={getattr(config, f.name)}"
+        for f in fields(GPTConfig)
+        if f.name not in known and getattr(config, f.name) != f.default
+    ]
+
+
+def model_card(model: GPT, state: dict) -> str:
+    """Return a README.md for a checkpoint: what it is, how it was trained, and how to load it."""
+    shape, config, step = model.config, state["config"], state["step"]
+    num_params = sum(p.numel() for p in model.parameters())
+    data = config["data_dir"] or "Python's standard library"
+    losses = [f"- After step {k:,}: {v:.4f}" for k, v in list(state["val_losses"].items())[-5:]]
+    load = LOAD_CHANGED.format(", ".join(changes(shape))) if changes(shape) else LOAD
+    return CARD.format(
+        load=load,
+        shape=f"{shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} channels",
+        params=f"{num_params:,}",
+        tokens=f"{shape.vocab_size:,} tokens ({state['tokenizer']}), {shape.seq_len:,} positions",
+        training=f"{step:,} of {config['steps']:,} steps of {config['batch_tokens']:,} tokens",
+        data=data,
+        losses="\n".join(losses) or "- none yet",
+    )
 
 
 def read_weights(path: Path) -> Pretrained:
@@ -142,7 +195,9 @@ def download(name: str) -> Path:
             folder = snapshot_download(name, allow_patterns=[*HUB_FILES, "pytorch_model*"])
         return Path(folder)
     except Exception as error:  # the library is missing or broken, or the download fails
-        problem = f"--init-from {name}: no such file, folder or model on the hub ({error!s:.200})"
+        problem = f"{name}: no such file, folder or model on the hub ({error!s:.200})"
+        if near := did_you_mean(name):
+            raise UserError(f"{problem}{near}") from error
         cure = f"pip install huggingface_hub; hf download {name} --local-dir {Path(name).name}"
         raise UserError(f"{problem}; on an online machine, run: {cure}") from error
 

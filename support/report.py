@@ -4,12 +4,14 @@ import shutil
 from collections import defaultdict
 from dataclasses import asdict, fields
 from datetime import timedelta
+from pathlib import Path
 
 from tqdm import tqdm
 
 from config import TrainConfig, has_moved
+from dataloader import MANIFEST, read_manifest
 from support import checkpoint
-from support.cli import spell, typed_as
+from support.cli import command, spell, typed_as
 from support.run import Run
 from support.tokenizer import load_tokenizer, vocab_cure
 
@@ -21,6 +23,8 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     config, env, loader = run.config, run.environment, run.loader
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
+    record |= {"command": as_typed(run, typed), "preparation": preparation(run.data.folder)}
+    record |= {name: run.optimizer.defaults[name] for name in ("betas", "eps")}
     run.log.record(**record, resumed=run.step if state else None)
     epoch_tokens = len(loader) * loader.T
     num_epochs = config.steps * config.batch_tokens / epoch_tokens
@@ -44,6 +48,23 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     if state:
         lines += changes_since(state, run)
     run.log.print("\n".join(lines))
+
+
+def as_typed(run: Run, typed: dict) -> str:
+    """Return the command that started this process."""
+    flags = [typed_as(name, value) for name, value in typed.items()]
+    line = " ".join([command("train_gpt2.py"), *flags])
+    if run.world.size > 1:
+        line = line.replace("python", f"torchrun --nproc_per_node={run.world.size}", 1)
+    return line
+
+
+def preparation(folder: Path) -> dict:
+    """Return what the manifest says about how the data was made, or {} if others made it."""
+    if not (folder / MANIFEST).is_file():
+        return {}
+    manifest = read_manifest(folder / MANIFEST)
+    return {name: manifest.get(name) for name in ("input", "flags", "files", "account")}
 
 
 def optimizer(config: TrainConfig) -> str:
@@ -108,6 +129,14 @@ def changes_since(state: dict, run: Run) -> list[str]:
         text = f"this resume is not bit for bit because of {', '.join(changes['inexact'])}"
         lines.append(f"{text}, so dropout masks differ" if run.config.dropout else text)
     return lines
+
+
+def warn_if_rate_jumps(run: Run, old: float, new: float):
+    """Say what becomes of the learning rate if a resume with more steps or another schedule raises
+    it."""
+    if new > 2 * old:
+        text = f"the learning rate goes up from {old:.2e} to {new:.2e}, as the new schedule has it"
+        run.log.print(f"{text}: the loss will rise at first, and fall again as the rate does")
 
 
 def warn_if_slow(run: Run, seconds: float):

@@ -11,7 +11,7 @@ from config import TrainConfig
 from dataloader import ShardLoader, TokenFolder
 from model import GPT
 from support import checkpoint, log
-from support.cli import quoted
+from support.cli import command
 from support.ending import STOPPED, Phase, signals, watchdog
 from support.evaluate import Question, num_val_sequences
 from support.files import FolderLock, whole_file
@@ -125,7 +125,8 @@ def draw(run: Run):
         run.lock.check()
         log.draw_losses(run.out_dir / PICTURE, title, run.losses, run.val_losses)
     except ImportError:
-        pass
+        if run.step >= run.config.steps:
+            run.log.print(f"no {run.out_dir / PICTURE}, since matplotlib is not installed")
     except Exception as error:  # a failed plot must not end a run
         run.log.print(f"no loss.png: {error}")
 
@@ -133,11 +134,14 @@ def draw(run: Run):
 def stop(run: Run) -> int:
     """Say how to continue a run that a signal stopped, and return its exit code."""
     signals.phase = Phase.LEAVING
-    program = "python" if run.world.size == 1 else "torchrun (as before)"
     draw(run)
     run.log.record(stopped=run.step)  # the last record; a job script looks for it
-    command = f"{program} train_gpt2.py --resume --out-dir {quoted(str(run.out_dir))}"
-    run.log.print(f"stopped after step {run.step}, which is saved; to continue: {command}")
+    line = command("train_gpt2.py", "--resume", "--out-dir", str(run.out_dir))
+    if run.world.size > 1:
+        line = line.replace("python", "torchrun (as before)", 1)
+    reason = f" as --max-hours {run.config.max_hours:g} are over" if signals.is_time_up else ""
+    text = f"stopped{reason} after step {run.step}, which is saved"
+    run.log.print(f"{text}; to continue: {line}")
     return STOPPED
 
 
@@ -156,16 +160,16 @@ def write_summary(run: Run):
     best_path = checkpoint.best_of(checkpoints(run.out_dir), run.val_losses)
     summary = {"steps": run.step, "checkpoint": path.name}
     text = f"done: {run.step:,} steps"
-    sample = f"sample: python sample.py {quoted(str(run.out_dir))}"
+    sample = f"sample: {command('sample.py', str(run.out_dir))}"
     if best_path:
         best = step_of(best_path)
         last_loss, best_loss = run.val_losses[max(run.val_losses)], run.val_losses[best]
         summary |= {"val_loss": last_loss, "best_step": best, "best_val_loss": best_loss}
         text += f", validation {last_loss:.4f}, best {best_loss:.4f} after step {best:,}"
         if best != run.step:
-            sample += f"\nbest checkpoint: python sample.py {quoted(str(best_path))}"
+            sample += f"\nbest checkpoint: {command('sample.py', str(best_path))}"
     with whole_file(run.out_dir / SUMMARY) as f:
         f.write(as_json(summary))
     run.log.record(done=run.step)
-    curves = f"curves: python benchmarks/plot.py {quoted(str(run.out_dir))}"
+    curves = f"curves: {command(str(Path('benchmarks', 'plot.py')), str(run.out_dir))}"
     run.log.print(f"{text}; saved in {path}\n{sample}\n{curves}")

@@ -12,6 +12,7 @@ from support.ending import UserError
 from support.files import FolderLock, read_small, sync
 
 LOG, SUMMARY, PICTURE, SUMS = "log.jsonl", "summary.json", "loss.png", "SHA256SUMS"
+WANDB_ID = "wandb_id.txt"
 
 
 def step_of(path: Path) -> int:
@@ -24,6 +25,13 @@ def checkpoints(out_dir: Path) -> list[Path]:
     paths = out_dir.glob("step_*") if os.path.isdir(out_dir) else []  # the name may be too long
     steps = [path for path in paths if pattern.fullmatch(path.name) and path.is_dir()]
     return sorted(steps, key=step_of, reverse=True)
+
+
+def newest_run(parent: Path) -> Path | None:
+    """Return the run in a folder that has saved a checkpoint last, or None if there is no run."""
+    runs = {path: checkpoints(path) for path in parent.glob("*")}
+    saved_at = {path: steps[0].stat().st_mtime for path, steps in runs.items() if steps}
+    return max(saved_at, key=saved_at.__getitem__, default=None)
 
 
 def choose_out_dir(name: str, resume: bool) -> Path:
@@ -86,8 +94,12 @@ def check_disk_space(out_dir: Path, num_params: int, keep: int):
         raise UserError(f"--out-dir {out_dir}: there is no drive {out_dir.anchor}")
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
-        room = f"{num_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB is free"
+        room = f"{as_size(num_bytes)}, but only {as_size(free)} is free"
         raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: use another disk")
+
+
+def as_size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def read_summary(out_dir: Path) -> dict:

@@ -6,8 +6,10 @@ vocabulary, merges and end token.
 """
 
 import hashlib
+import io
 import json
 import os
+import pickle
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,13 +45,14 @@ def as_json(value: dict) -> bytes:
 class Tokenizer:
     """A byte-level BPE, encoded by tiktoken. Without merges, each byte of UTF-8 is a token."""
 
-    def __init__(self, vocab: dict[str, int], merges: list[str], end: str = END_OF_TEXT):
+    def __init__(self, vocab: dict[str, int], merges: list[str], end: str | None = END_OF_TEXT):
         """Take the contents of vocab.json and merges.txt. Raise ValueError or KeyError if they
-        aren't a byte-level BPE."""
+        aren't a byte-level BPE. Without an end of text, the vocabulary is an alphabet of some
+        bytes, as nanoGPT's data by character has."""
         self.vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
         self.merges = merges
         self.end = end
-        self.end_of_text = vocab[end]
+        self.end_of_text = vocab[end] if end else None
         self.size = max(vocab.values()) + 1  # ids are below it
         if min(vocab.values()) < 0 or self.size > 1 << 16:
             raise ValueError(f"has ids up to {self.size - 1}; shards hold 0 to {(1 << 16) - 1}")
@@ -57,7 +60,8 @@ class Tokenizer:
         # tiktoken merges in the order of ranks and returns ranks. Other ids have another order.
         ranks: dict[bytes, int] = {}
         ids: list[int] = []
-        merged = [*ALPHABET, *(merge.replace(" ", "", 1) for merge in merges)]
+        alphabet = ALPHABET if end else [char for char in ALPHABET if char in vocab]
+        merged = [*alphabet, *(merge.replace(" ", "", 1) for merge in merges)]
         for token in merged:
             content = self.tokens[vocab[token]] = as_bytes(token)
             if ranks.setdefault(content, len(ranks)) == len(ids):
@@ -69,21 +73,31 @@ class Tokenizer:
         # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
         self.lengths = np.zeros(1 << 16, np.int64)
         self.lengths[: self.size] = [len(token) for token in self.tokens]
-        self.lengths[self.end_of_text] = 0
+        if end:
+            self.lengths[vocab[end]] = 0
         identity = json.dumps([self.vocab, merges, end]).encode()
         self.sha256 = hashlib.sha256(identity).hexdigest()
-        self.name = NAMES.get(self.sha256, f"bpe-{self.sha256[:12]}")
+        self.name = NAMES.get(self.sha256, f"{'bpe' if end else 'alphabet'}-{self.sha256[:12]}")
         if merges:
             import tiktoken  # not at the top, because it takes 0.1 s
 
             # Without any special token, tiktoken would look for an empty one at each character.
             self.encoding = tiktoken.Encoding(
-                self.name, pat_str=WORD, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
+                self.name,
+                pat_str=WORD,
+                mergeable_ranks=ranks,
+                special_tokens={str(end): len(ranks)},
             )
 
     def encode_bytes(self, text: bytes) -> np.ndarray:
         """Return the tokens of text, uint16. Bytes that are not UTF-8 become U+FFFD if there are
         merges. An end of text inside a text is ordinary text."""
+        if not self.end:
+            ids = [self.vocab.get(ALPHABET[byte]) for byte in text]
+            if None in ids:
+                unknown = bytes([text[ids.index(None)]])
+                raise UserError(f"the alphabet of this network has no {unknown!r:.9}")
+            return np.array(ids, np.uint16)
         if not self.merges:
             return self.ids[np.frombuffer(text, np.uint8)]
         ranks = self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
@@ -107,7 +121,7 @@ class Tokenizer:
         if self.name != "gpt2":
             # Treat <|endoftext|> inside a text as ordinary text. OpenAI's GPT-2 does not.
             config |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
-        if self.end != END_OF_TEXT:
+        if self.end != END_OF_TEXT:  # null if there is none
             config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.end)
         return {
             "vocab.json": json.dumps(self.vocab).encode(),  # with an indent it takes 0.2 s
@@ -144,6 +158,8 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
             vocab |= read_json(folder / "added_tokens.json")
             if read_json(folder / "tokenizer_config.json").get("add_prefix_space"):
                 raise ValueError("add_prefix_space")
+        elif os.path.exists(folder / "meta.pkl"):
+            return read_alphabet(folder / "meta.pkl")
         else:
             return None
         tokenizer = Tokenizer(vocab, [merge for merge in merges if merge], end_token(folder, vocab))
@@ -170,8 +186,29 @@ def from_tokenizer_json(content: dict) -> tuple[dict[str, int], list[str]]:
     return model["vocab"] | {token["content"]: token["id"] for token in added}, merges
 
 
-def end_token(folder: Path, vocab: dict[str, int]) -> str:
-    """Return the token that separates documents."""
+class PlainUnpickler(pickle.Unpickler):
+    """Reads numbers, text, lists and dicts, and refuses what could run code."""
+
+    def find_class(self, module: str, name: str):
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def read_alphabet(path: Path) -> Tokenizer | None:
+    """Load the alphabet of nanoGPT's data by character. Return None if the file holds none, or one
+    with other characters than ASCII's, which are more than one byte."""
+    try:
+        ids = PlainUnpickler(io.BytesIO(read_small(path))).load()["stoi"]
+        vocab = {ALPHABET[char.encode("ascii")[0]]: int(ids[char]) for char in ids}
+        alphabet = Tokenizer(vocab, [], None)
+    except Exception:  # it may hold anything
+        return None
+    return TOKENIZERS.setdefault(alphabet.name, alphabet)
+
+
+def end_token(folder: Path, vocab: dict[str, int]) -> str | None:
+    """Return the token that separates documents, or None if the vocabulary is an alphabet."""
+    if read_json(folder / "tokenizer_config.json").get("eos_token", "") is None:
+        return None
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(folder / name).get("eos_token", "")
         token = token["content"] if isinstance(token, dict) else token

@@ -370,6 +370,12 @@ def run(folder: Path, data_dir: Path, name: str = "run", ranks: int = 1, **chang
     return folder / name
 
 
+def state_after(step: int, tokenizer: str = "unknown") -> dict:
+    """What a checkpoint of a network alone needs of a run's state."""
+    config = {"data_dir": "", "steps": 9, "batch_tokens": 4}
+    return {"step": step, "tokenizer": tokenizer, "config": config, "val_losses": {}}
+
+
 def records(out_dir: Path, name: str) -> dict[int, float]:
     """Step -> value of name in the log; after a resume the later one counts."""
     lines = (out_dir / "log.jsonl").read_text().splitlines()

@@ -4,11 +4,21 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import NEEDS_POSIX, digest, each_flipped, flags, losses, saved_state, train
+from conftest import (
+    NEEDS_POSIX,
+    digest,
+    each_flipped,
+    flags,
+    losses,
+    saved_state,
+    state_after,
+    train,
+)
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -54,7 +64,12 @@ def make_step(model: GPT, optimizer: torch.optim.Optimizer):
 
 
 def saved(folder: Path, step: int = 7, muon: bool = False) -> Path:
-    return save(FolderLock(folder), *after_steps(3, muon), {"step": step, "tokenizer": "unknown"})
+    return save(FolderLock(folder), *after_steps(3, muon), state_after(step))
+
+
+def with_digests(path: Path) -> list[Path]:
+    """The files of a checkpoint that SHA256SUMS covers, or must: all but itself and the card."""
+    return [file for file in sorted(path.iterdir()) if file.name not in ("SHA256SUMS", "README.md")]
 
 
 # ---- What is saved is what is read ---------------------------------------------------------------
@@ -63,7 +78,7 @@ def saved(folder: Path, step: int = 7, muon: bool = False) -> Path:
 @MUON
 def test_a_saved_network_and_its_optimizer_go_on_to_the_bit(tmp_path, muon):
     model, optimizer = after_steps(3, muon)
-    path = save(FolderLock(tmp_path), model, optimizer, {"step": 3, "tokenizer": "unknown"})
+    path = save(FolderLock(tmp_path), model, optimizer, state_after(3))
     check_read_back(path, model, optimizer)
     names = {name for name, p in model.named_parameters() for _ in optimizer.state[p]}
     assert names == {name for name, _ in model.named_parameters()}
@@ -88,7 +103,7 @@ def test_a_saved_network_and_its_optimizer_go_on_to_the_bit(tmp_path, muon):
 def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
     """In a weight, in the optimizer, in the shape, or by a forgotten name."""
     model, optimizer = after_steps(3)
-    path = save(FolderLock(tmp_path), model, optimizer, {"step": 3, "tokenizer": "unknown"})
+    path = save(FolderLock(tmp_path), model, optimizer, state_after(3))
     moment = optimizer.state[model.transformer.ln_f.bias]["exp_avg"]
     for tensor in (model.transformer.wpe.weight, moment):
         before = tensor.clone()
@@ -103,7 +118,7 @@ def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
     every = pretrained.hf_weights(model)
     kept = {name: tensor for name, tensor in every.items() if "ln_f" not in name}
     monkeypatch.setattr(pretrained, "hf_weights", lambda _: kept)
-    path = save(FolderLock(tmp_path), model, optimizer, {"step": 4, "tokenizer": "unknown"})
+    path = save(FolderLock(tmp_path), model, optimizer, state_after(4))
     with pytest.raises(UserError, match="missing .*ln_f"):
         check_read_back(path, model, optimizer)
 
@@ -120,6 +135,18 @@ def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="step_000009 is not there: .* has step_000012, step_0000"):
         load_model(str(whole[1] / "step_000009"))
+
+
+def test_a_checkpoint_has_a_card_that_people_can_edit(whole):
+    path = whole[1] / "step_000012"
+    card = (path / "README.md").read_text(encoding="utf-8")
+    assert "2 layers, 2 heads, 32 channels" in card and "257 tokens (bytes)" in card
+    assert "12 of 12 steps of 192 tokens" in card and "pipeline(" in card
+    ends = json.loads((path / "generation_config.json").read_text())
+    assert ends == {"bos_token_id": 256, "eos_token_id": 256}
+    (path / "README.md").write_text("mine")
+    verify(path)
+    (path / "README.md").write_text(card)
 
 
 @NEEDS_POSIX
@@ -157,7 +184,7 @@ def test_a_network_that_can_not_be_saved_fails_before_the_first_step(
 def test_every_flipped_bit_of_a_checkpoint_is_refused(tmp_path, stride, record_property):
     path, count = saved(tmp_path), 0
     verify(path)
-    for file in sorted(path.iterdir()):
+    for file in [*with_digests(path), path / "SHA256SUMS"]:
         for bit in each_flipped(file, range(0, 8 * file.stat().st_size, stride)):
             count += 1
             with pytest.raises(DamagedCheckpoint, match="is damaged"):
@@ -169,7 +196,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_refused(tmp_path, stride, record_p
 
 def test_a_file_that_is_cut_or_missing_is_refused(tmp_path):
     path = saved(tmp_path)
-    for file in path.iterdir():
+    for file in [*with_digests(path), path / "SHA256SUMS"]:
         content = file.read_bytes()
         for size in (0, 1, len(content) // 2, len(content) - 1, None):
             file.unlink() if size is None else file.write_bytes(content[:size])
@@ -196,6 +223,32 @@ def test_the_newest_good_checkpoint_is_taken_and_each_damaged_one_named(tmp_path
         checkpoint.newest(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "kept", ["config.json model.safetensors", "*.json *.safetensors", "[!os]*", "[!o]*"]
+)
+def test_what_a_friend_was_sent_has_weights_but_can_not_be_resumed(whole, tmp_path, kept, capsys):
+    run = tmp_path / "run"
+    for step in whole[1].glob("step_*"):
+        for pattern in kept.split():
+            for file in step.glob(pattern):
+                (run / step.name).mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, run / step.name)
+        (run / step.name / "optimizer.safetensors").unlink(missing_ok=True)
+    newest = run / "step_000012"
+    for name in (run, newest, newest / "model.safetensors"):
+        model, _ = load_model(str(name))
+        assert model.config.n_layer == 2
+    with pytest.raises(NoGoodCheckpoint):
+        checkpoint.newest(run)
+    err = capsys.readouterr().err
+    assert "step_000012 lacks optimizer.safetensors" in err and "good for sample.py" in err
+    content = (newest / "model.safetensors").read_bytes()
+    (newest / "model.safetensors").write_bytes(content[:-1] + b"?")
+    is_whole = not (newest / "SHA256SUMS").exists()  # then nobody can know
+    with nullcontext() if is_whole else pytest.raises(DamagedCheckpoint, match="model.safetensors"):
+        load_model(str(newest))
+
+
 @pytest.mark.parametrize("reader", ["sample.py", "load_model", "--init-from", "--eval-only"])
 @pytest.mark.parametrize("function", ["checkpoint.verify", "pretrained.read_file"])
 def test_a_reader_whose_checkpoint_a_live_run_removes_looks_again(
@@ -207,10 +260,10 @@ def test_a_reader_whose_checkpoint_a_live_run_removes_looks_again(
     module = {"checkpoint": checkpoint, "pretrained": pretrained}[function.split(".")[0]]
     read = getattr(module, function.split(".")[1])
 
-    def rotated(path):
+    def rotated(path, *args):
         if os.path.isdir("run/step_000012"):
             shutil.rmtree("run/step_000012")
-        return read(path)
+        return read(path, *args)
 
     monkeypatch.setattr(module, function.split(".")[1], rotated)
     if reader == "sample.py":
@@ -223,7 +276,8 @@ def test_a_reader_whose_checkpoint_a_live_run_removes_looks_again(
     else:
         assert train_gpt2.main(["--eval-only", "--out-dir", "run"]) == 0
         assert "step_000010: 512 validation tokens" in capsys.readouterr().out
-    assert capsys.readouterr().err == ""
+    said = f"sample.py: sampling from {Path('run/step_000010')}\n"
+    assert capsys.readouterr().err == (said if reader == "sample.py" else "")
 
 
 def test_names_that_only_look_like_checkpoints_are_none(tmp_path):
@@ -258,7 +312,7 @@ def rewrite(path: Path, name: str, change):
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
         change(tensors)
         save_file(tensors, file)
-    files = [file for file in sorted(path.iterdir()) if file.name != checkpoint.SUMS]
+    files = with_digests(path)
     sums = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in files]
     (path / checkpoint.SUMS).write_text("".join(sums))
     verify(path)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import time
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import NEEDS_POSIX, prepare, write_shard
+from conftest import NEEDS_POSIX, flags, prepare, train, write_shard
 from data_helpers import error_of, stream
 from test_dataloader import RAW, TOKENS, llmc, npy
 
@@ -29,6 +30,7 @@ from dataloader import (
 )
 from model import GPTConfig
 from support import corpus
+from support.checkpoint import load_model
 from support.corpus import check_data
 from support.ending import UserError
 from support.files import FolderLock
@@ -251,7 +253,7 @@ def test_what_is_left_out_and_what_is_assumed_is_said(tmp_path):
     data = corpus.open_tokens(folder)
     assert (data.tokenizer, data.vocab_size) == ("bytes", 257)
     (folder / "meta.pkl").write_bytes(b"a pickle")
-    assert "meta.pkl, a pickle, is not read" in open_folder(folder).notes[-1]
+    assert "meta.pkl has no alphabet of ASCII" in open_folder(folder).notes[-1]
 
 
 def test_nanogpts_characters_have_as_many_rows_as_there_are_characters(tmp_path):
@@ -259,6 +261,57 @@ def test_nanogpts_characters_have_as_many_rows_as_there_are_characters(tmp_path)
     (folder / "meta.pkl").write_bytes(b"a pickle")
     config = TrainConfig(model="nano", data_dir=str(folder), seq_len=16, warmup_steps=0)
     assert corpus.open_data(config, None)[1] == 65
+
+
+def shakespeare_char(folder: Path, text: str) -> Path:
+    """nanoGPT's data by character."""
+    folder.mkdir()
+    chars = sorted({*text})
+    ids = {char: i for i, char in enumerate(chars)}
+    meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": ids}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    for split in ("train", "val"):
+        np.array([ids[char] for char in text], np.uint16).tofile(folder / f"{split}.bin")
+    return folder
+
+
+def test_nanogpts_characters_are_trained_on_with_their_alphabet(tmp_path):
+    """Also after their folder is gone, and in Hugging Face's tools."""
+    text = "To be, or not to be:\nthat is the question.\n" * 20
+    folder = shakespeare_char(tmp_path / "shakespeare_char", text)
+    line = flags(data_dir=folder, out_dir="run", prompt="To be", seq_len=16, steps=4)
+    code, out, err = train(line, tmp_path)
+    assert code == 0, err
+    assert "bits per byte" in out and "assumed alphabet-" in out
+    after = out[out.index("sample after step 4:\n") :].split("\n", 1)[1]
+    assert after.startswith("To be") and {*after.partition("\ndone")[0]} <= {*text}
+    shutil.rmtree(folder)
+    model, tokenizer = load_model(str(tmp_path / "run"))
+    assert model.config.vocab_size == len({*text}) == tokenizer.size
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    for prompt, code in (("to", 0), ("", 0), ("T@", 2)):
+        line = ["run", "--prompt", prompt, "--sample-tokens=5"]
+        got, out, err = train(line, tmp_path, script="sample")
+        assert got == code and (code == 0 or "the alphabet of this network has no b'@'" in err)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/step_000004")
+    assert theirs.encode(text) == tokenizer.encode(text)
+
+
+class Remover:
+    def __reduce__(self):
+        return os.remove, ("precious",)
+
+
+@pytest.mark.parametrize("meta", [{"stoi": {"é": 0}}, {"stoi": Remover()}, [], {"stoi": {1: 2}}])
+def test_an_alphabet_that_can_not_be_read_is_none_and_runs_no_code(meta, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("precious").touch()
+    folder = folder_of(tmp_path / "data", [[np.arange(64)], [np.arange(65)]]).folder
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    data = corpus.open_tokens(folder)
+    assert data.tokenizer == "unknown" and "no alphabet" in data.notes[-1]
+    assert Path("precious").exists()
 
 
 def test_a_vocabulary_that_is_not_the_manifests_is_refused(prepared):

@@ -1,15 +1,19 @@
 """Tests ../support/ending.py: the one line of an error, signals, and the watchdog."""
 
+import ast
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from conftest import NEEDS_POSIX
 
 import train_gpt2
-from support import ending, log
+from support import ending, files, log
 from support.ending import Phase
 
 
@@ -120,3 +124,59 @@ def test_a_hang_ends_with_1_and_shows_where():
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True, timeout=50)
     assert done.returncode == 1 and done.stdout == "progress is no hang\n"
     assert "in wait_for_another_rank" in done.stderr
+
+
+# ---- Before anything works
+
+
+def test_an_old_python_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    """What runs before the check must be Python that an old version can read."""
+    for name in ("train_gpt2.py", "sample.py", "prepare_data.py", "support/__init__.py"):
+        ast.parse((files.REPO / name).read_text(), feature_version=(3, 8))
+    first = [
+        line for line in (files.REPO / "train_gpt2.py").read_text().splitlines() if "import" in line
+    ]
+    assert first[2] == "from support import cores, ending"  # behind os and sys
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(files.REPO / "support" / "__init__.py"))
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and "use 3.11 or later" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["train_gpt2.py", "sample.py", "prepare_data.py"])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raise ModuleNotFoundError('No module', name='numpy')", "numpy is not installed for this"),
+        ("raise ImportError('cannot import sdpa_kernel')", "torch 2.3.1 is too old"),
+        ("raise KeyError('a bug')", "Traceback"),
+    ],
+)
+def test_a_library_that_is_missing_or_too_old_is_one_line(script, what, message, tmp_path):
+    """As in a .venv that was moved."""
+    (tmp_path / "numpy.py").write_text(what)
+    (tmp_path / "torch.py").write_text("import numpy")
+    (tmp_path / "torch-2.3.1.dist-info").mkdir()
+    (tmp_path / "torch-2.3.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.3.1\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(files.REPO / script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    is_bug = message == "Traceback"
+    assert message in done.stderr and done.returncode == (1 if is_bug else 2), done.stderr
+    assert is_bug or done.stderr.count("\n") == 1
+
+
+def test_uv_gets_the_versions_of_requirements_txt():
+    wanted = (files.REPO / "requirements.txt").read_text().split()
+    for name in ("train_gpt2.py", "sample.py", "prepare_data.py"):
+        text = (files.REPO / name).read_text()
+        block = re.search(
+            r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$", text
+        )  # PEP 723
+        lines = [line[2:] for line in block["content"].splitlines()]
+        content = tomllib.loads("\n".join(lines))
+        assert content["requires-python"] == ">=3.11"
+        if name != "prepare_data.py":
+            assert content["dependencies"] == wanted
+        assert set(content["dependencies"]) <= {*wanted, "filelock"}

@@ -86,6 +86,19 @@ def test_a_sample_ends_with_the_document_and_the_next_one_begins():
     assert evaluate.samples(model, "bytes", config) == "oneaaa\n---\noneaaa"
 
 
+def test_a_sample_never_ends_inside_a_character():
+    """A network that always says the first byte of two."""
+    model = GPT(GPTConfig(257, 16, 1, 1, 4)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model.transformer.ln_f.weight.fill_(1)
+        model.transformer.wte.weight[0xC3, 0] = 1
+        model.transformer.wpe.weight[:, 0] = 2
+    config = TrainConfig(bf16=False, warmup_steps=0, prompt="one", temperature=0, sample_tokens=3)
+    assert evaluate.samples(model, "bytes", config) == "one\ufffd\ufffd"
+
+
 @pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=NEEDS_GPT2)])
 def test_bits_per_byte_are_of_the_bytes_that_were_predicted(tmp_path, name):
     """Of a set that begins with single letters and ends with long words, for any number of tokens,

@@ -25,7 +25,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import content, digest, flags, losses, matrix, questions, records, start_ranks, train
+from conftest import (
+    content,
+    digest,
+    flags,
+    losses,
+    matrix,
+    questions,
+    records,
+    start_ranks,
+    state_after,
+    train,
+)
 from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -160,9 +171,7 @@ def save(out_dir: Path, step: int, keep: int = 2) -> Path:
         p.grad = torch.zeros_like(p)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     optimizer.step()
-    path = checkpoint.save(
-        FolderLock(out_dir), model, optimizer, {"step": step, "tokenizer": "bytes"}
-    )
+    path = checkpoint.save(FolderLock(out_dir), model, optimizer, state_after(step, "bytes"))
     checkpoint.rotate(out_dir, step, keep, {})
     return path
 
@@ -230,7 +239,7 @@ def test_any_flipped_bit_of_a_checkpoint_is_noticed_and_its_file_named(tmp_path,
     """As often in each file. A bit of SHA256SUMS may be one of another file's digest."""
     old, new = save(tmp_path, 1), save(tmp_path, 2)
     subprocess.run(["sha256sum", "-c", "--strict", "SHA256SUMS"], cwd=new, check=True)
-    rng, files = random.Random(count), sorted(new.iterdir())
+    rng, files = random.Random(count), sorted(new.glob("*[!d]"))  # all but README.md
     for i in range(count):
         file = files[i % len(files)]
         bit = rng.randrange(8 * file.stat().st_size)
@@ -404,7 +413,9 @@ def full_log(*_):
 
 
 def no_log(run, *_):
-    run.log.file = SimpleNamespace(name=run.log.file.name, write=partial(raise_error, NO_ROUTE))
+    file = run.log.file
+    write = partial(raise_error, NO_ROUTE)
+    run.log.file = SimpleNamespace(name=file.name, fileno=file.fileno, write=write)
 
 
 def vanishing_neighbour(rank: int):
@@ -455,6 +466,10 @@ def at(function: str, nth: int, act: Callable, *args, on_rank: int = 0) -> Calla
     return partial(before, function, nth, partial(act, *args), on_rank)
 
 
+def end_hours(*_):
+    ending.signals.end_at = 0
+
+
 def fail_next(function: str, error: Exception, *_):
     before(function, 1, partial(raise_error, error), 0, 0)
 
@@ -472,6 +487,7 @@ NO_TENSORS = SafetensorError("I/O error: No space left on device")
 FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (None: no folder)
     "a signal to rank 0 in a step": (at("train_step", 3, send, signal.SIGINT), 2, 3, "", [3]),
     "to rank 1": (at("train_step", 3, send, signal.SIGUSR1, on_rank=1), 2, 3, "", [3]),
+    "the end of --max-hours on rank 1": (at("log_step", 7, end_hours, on_rank=1), 2, 3, "", [8, 5]),
     "to both in a sample": (signal_to_all, 2, 3, "", [12, 10]),
     "that Python ignores": (
         at("report.print_start", 1, signal_in_callback),
@@ -541,7 +557,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
         "5 can't be",
         [12, 10],
     ),
-    "a small disk": (partial(little_room, 10_000), 1, 2, "need 0.0 GB, but only 0.0 GB", None),
+    "a small disk": (partial(little_room, 10_000), 1, 2, "need 1.7 MB, but only 0.0 MB", None),
     "other data": (partial(other_machine, "other data"), 2, 2, "data is .* on rank 1 and", None),
     "no data": (partial(other_machine, "no data"), 2, 2, "data is not a folder of tokens", None),
     "a port in use": (port_in_use, 1, 2, "the ranks can't connect at 127.0.0.1:", None),

@@ -51,3 +51,24 @@ def test_no_other_failure_to_rename_is_tried_again(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         files.rename(tmp_path / "a", tmp_path / "b")
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("typed", "there"),
+    [
+        ("out/novla", "out/novela"),
+        ("ouut/novela/step_000100", "out/novela/step_000100"),
+        ("out/novela/step_00100", "out/novela/step_000100"),
+        ("questions.json", "questions.jsonl"),
+        ("out/zebra", ""),
+        ("out/novela", ""),  # is there itself, and nothing else is like it
+        ("nowhere/at/all", ""),
+        ("x" * 5000, ""),
+    ],
+)
+def test_a_near_name_is_offered(typed, there, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("out/novela/step_000100")
+    (tmp_path / "questions.jsonl").touch()
+    found = files.did_you_mean(typed)
+    assert found == (f"; did you mean {os.path.normpath(there)}?" if there else "")

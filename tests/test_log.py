@@ -18,7 +18,8 @@ from config import TrainConfig
 from support import log as log_module
 from support import report
 from support.cli import quoted
-from support.ending import UserError
+from support.ending import DiskError, UserError
+from support.files import REPO, FolderLock
 from support.log import Log, start_wandb
 
 # ---- log.jsonl -----------------------------------------------------------------------------------
@@ -67,8 +68,10 @@ def test_a_run_says_what_it_is_and_ends_with_the_next_commands(data_dir, tmp_pat
     assert done.startswith(f"done: 12 steps, validation {val_losses[12]:.4f}, best ")
     last = Path("a run", "step_000012")
     assert f"{val_losses[best]:.4f} after step {best}; saved in {last}" in done
-    assert sample == f"sample: python sample.py {quoted('a run')}"
-    assert curves == f"curves: python benchmarks/plot.py {quoted('a run')}"
+    repo = os.path.relpath(REPO, tmp_path)  # the commands work where they are printed
+    assert sample == f"sample: {quoted('python', os.path.join(repo, 'sample.py'), 'a run')}"
+    plot = os.path.join(repo, "benchmarks", "plot.py")
+    assert curves == f"curves: {quoted('python', plot, 'a run')}"
 
 
 def test_the_end_names_the_best_checkpoint_if_it_is_not_the_last(data_dir, tmp_path):
@@ -85,7 +88,7 @@ def test_the_end_names_the_best_checkpoint_if_it_is_not_the_last(data_dir, tmp_p
 def lines_of(warn, *args, log: Log | None = None, **run) -> list[str]:
     """What one of the logger's functions prints about a run."""
     lines = []
-    log = log or Log(Path("nowhere"), is_main=False)
+    log = log or Log(FolderLock(Path("nowhere")), is_main=False)
     log.print = lines.append
     warn(SimpleNamespace(log=log, **run), *args)
     return lines
@@ -94,7 +97,7 @@ def lines_of(warn, *args, log: Log | None = None, **run) -> list[str]:
 def test_a_validation_loss_that_rises_for_a_third_of_the_run_is_told_once():
     config = SimpleNamespace(steps=300)
     val_losses, told = {}, []
-    log = Log(Path("nowhere"), is_main=False)
+    log = Log(FolderLock(Path("nowhere")), is_main=False)
     for step, loss in {0: 9, 50: 3, 100: 3.2, 150: 3.02, 200: 3.1, 250: 3.2, 300: 3.3}.items():
         val_losses[step] = loss
         lines = lines_of(
@@ -128,10 +131,9 @@ def test_a_cell_of_a_notebook_is_no_terminal(monkeypatch):
     """Jupyter gives the commands of a cell a pseudo terminal."""
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    assert log_module.is_terminal(sys.stdout) and log_module.default_interval(1200) == 1
+    assert log_module.is_terminal(sys.stdout)
     monkeypatch.setenv("JPY_PARENT_PID", "1")
-    assert not log_module.is_terminal(sys.stdout) and log_module.default_interval(1200) == 60
-    assert log_module.default_interval(1) == 1
+    assert not log_module.is_terminal(sys.stdout)
 
 
 def warnings_of(environment: dict, tokenizer: str) -> list[str]:
@@ -180,33 +182,99 @@ def test_only_a_terminal_gets_lines_that_overwrite_themselves(is_terminal, is_ma
     assert ("validation" in stderr.getvalue()) == bool(is_terminal and is_main)
 
 
+@NEEDS_POSIX
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_steps_between_the_printed_ones_overwrite_each_other_on_a_terminal(
+    is_terminal, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    monkeypatch.setenv("COLUMNS", "12")
+    stdout = io.StringIO()
+    stdout.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", stdout)
+    log = Log(FolderLock(tmp_path), True)
+    log.print_step("step 1", True)
+    log.print_step("step 2, which is too long", False)
+    log.print_step("step 3", False)
+    log.print("saved")
+    log.file.close()
+    brief = "step 2, whi\r" + 11 * " " + "\rstep 3\r" + 6 * " " + "\r"
+    assert stdout.getvalue() == f"step 1\n{brief * is_terminal}saved\n"
+
+
+@NEEDS_POSIX
+def test_a_log_that_was_moved_is_opened_again(tmp_path):
+    """As logrotate does. The run's folder itself may not have been replaced."""
+    run = tmp_path / "run"
+    run.mkdir()
+    lock = FolderLock(run)
+    lock.acquire()
+    log = Log(lock, True)
+    log.record(step=1, loss=2.5)
+    (run / "log.jsonl").rename(run / "log.jsonl.1")
+    log.record(step=2, loss=2.5)
+    log.record(step=3, loss=2.5)
+    texts = [(run / name).read_text() for name in ("log.jsonl.1", "log.jsonl")]
+    assert [[json.loads(line)["step"] for line in text.splitlines()] for text in texts] == [
+        [1], [2, 3]
+    ]  # fmt: skip
+    run.rename(tmp_path / "moved")
+    run.mkdir()
+    with pytest.raises(DiskError, match="another folder has its name"):
+        log.record(step=4, loss=2.5)
+    log.file.close()
+    assert not list(run.iterdir())
+
+
+def test_a_stranger_finds_all_that_repeats_a_run(whole):
+    record = json.loads((whole[2] / "log.jsonl").read_text().splitlines()[0])
+    assert record["command"].startswith("torchrun --nproc_per_node=2 ")
+    assert "train_gpt2.py --model nano " in record["command"]
+    assert " --batch-tokens 192 " in record["command"] and "commit" in record["environment"]
+    assert record["betas"] == [0.8, 0.95] and record["eps"] == 1e-8
+    assert record["preparation"]["flags"]["val_fraction"] == 0.2
+    assert record["preparation"]["input"] and record["preparation"]["account"]
+
+
 # ---- Weights & Biases ----------------------------------------------------------------------------
 
 
-def test_weights_and_biases_get_the_figures_of_each_step(tmp_path, monkeypatch):
-    """As one run for a folder, also after a resume."""
+@pytest.mark.parametrize("library", ["wandb", "trackio"])
+def test_weights_and_biases_get_the_figures_of_each_step(library, tmp_path, monkeypatch):
+    """As one run for a run, also after a resume, but not for the next run in the same folder."""
     started, logged = [], []
 
-    def init(**options):
-        started.append(options)
-        return SimpleNamespace(log=logged.append)
+    def init(project, **options):
+        started.append({"project": project} | options)
+        return SimpleNamespace(log=lambda figures, step: logged.append(figures | {"step": step}))
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, library, SimpleNamespace(init=init))
+    monkeypatch.setattr(log_module, "find_spec", lambda name: name == library)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    out_dir = tmp_path / "run"
+    out_dir.mkdir()
     for _ in range(2):
-        log = Log(tmp_path, True, start_wandb(tmp_path, True))
+        log = Log(FolderLock(out_dir), True, start_wandb(out_dir, {"steps": 3}, True))
         log.record(step=1, loss=2.5, grad_norm=0.5)
         log.record(saved=1, save_s=0.1)
         log.file.close()
     assert logged == [{"loss": 2.5, "grad_norm": 0.5, "step": 1}] * 2
     assert started[0] == started[1] and started[0]["resume"] == "allow"
-    start_wandb(tmp_path / "other", True)
-    assert started[2]["id"] != started[0]["id"]
+    assert (started[0]["project"], started[0]["name"]) == ("train_gpt2", "run")
+    assert started[0]["config"] == {"steps": 3}
+    shutil.rmtree(out_dir)
+    out_dir.mkdir()
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    start_wandb(out_dir, {}, True)
+    assert started[2]["project"] == "mine"
+    assert library == "trackio" or started[2]["id"] != started[0]["id"]
 
 
 def test_weights_and_biases_without_an_account_is_one_line(tmp_path, monkeypatch):
-    def init(**options):
+    def init(project, **options):
         raise Exception("No API key configured")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setattr(log_module, "find_spec", lambda name: name == "wandb")
     with pytest.raises(UserError, match="--wandb: No API key .*: .*wandb login, or set WANDB_MODE"):
-        start_wandb(tmp_path, True)
+        start_wandb(tmp_path, {}, True)

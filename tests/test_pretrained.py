@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEEDS_GPT2, NEEDS_POSIX, flags, records, run
+from conftest import NEEDS_GPT2, NEEDS_POSIX, flags, records, run, state_after
 from safetensors.torch import load_file, save_file
 from test_model import TINY, generate, hugging_face, spread, tokens
 
@@ -90,7 +90,7 @@ def test_each_checkpoint_of_a_run_is_the_same_network_in_transformers(whole, dat
 def test_a_checkpoint_with_gpt2s_tokens_is_the_same_network_in_transformers(tmp_path):
     model = GPT(GPTConfig(seq_len=16, n_layer=2, n_head=2, n_embd=8))
     optimizer = torch.optim.AdamW(model.parameters())
-    path = save(FolderLock(tmp_path), model, optimizer, {"step": 12, "tokenizer": "gpt2"})
+    path = save(FolderLock(tmp_path), model, optimizer, state_after(12, "gpt2"))
     check_in_transformers(path, "gpt2")
 
 

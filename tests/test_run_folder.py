@@ -13,7 +13,7 @@ from filelock import FileLock
 import train_gpt2
 from support.ending import UserError
 from support.files import FolderLock
-from support.run_folder import check_disk_space, choose_out_dir, take_folder
+from support.run_folder import as_size, check_disk_space, choose_out_dir, newest_run, take_folder
 
 
 def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
@@ -32,6 +32,29 @@ def test_runs_are_numbered_and_resume_takes_the_newest(data_dir, tmp_path):
     code, out, _ = train([*flags(data_dir=data_dir, steps=4), "--resume"], tmp_path)
     assert code == 0 and "resumed after step 3" in out
     assert max(losses(tmp_path / "out" / "002")) == 4
+
+
+def test_the_newest_run_is_the_one_that_saved_last(tmp_path):
+    for i, name in enumerate(("book/step_000009", "002/step_000050", "002/step_000100")):
+        (tmp_path / name).mkdir(parents=True)
+        os.utime(tmp_path / name, (i, 9 - i))
+    (tmp_path / "999").mkdir()  # has saved nothing
+    (tmp_path / "notes.txt").touch()
+    assert newest_run(tmp_path) == tmp_path / "book"
+    os.utime(tmp_path / "002/step_000100", (99, 99))
+    assert newest_run(tmp_path) == tmp_path / "002"
+    assert newest_run(tmp_path / "nowhere") is None
+
+
+def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path / "out" / "novel")  # any folder
+    line = [*flags(data_dir=data_dir, steps=3, out_dir="out/novla"), "--resume"]
+    code, out, err = train(line, tmp_path)
+    first = out.splitlines()[0]
+    near = Path("out", "novel")
+    assert code == 0, err
+    assert first.endswith(f"a new run begins; did you mean {near}?")
+    assert str(Path("out", "novla")) in first and "nothing" not in out.splitlines()[1]
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -115,3 +138,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(FileLock, "acquire", refuse)
     with pytest.raises(UserError, match="can't write to --out-dir"):
         take_folder(tmp_path / "run", FolderLock(tmp_path / "run"), True)
+
+
+def test_small_sizes_are_said_in_megabytes():
+    assert [as_size(n) for n in (44_040_192, 1e8, 6.02e9)] == ["44.0 MB", "0.1 GB", "6.0 GB"]

@@ -1,8 +1,10 @@
 """Tests ../sample.py. Prompts that are typed and piped are tested in test_train_gpt2.py."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,10 +43,12 @@ def test_without_a_name_it_is_the_newest_run(whole, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert sample.main(["--prompt=a"]) == 2
     assert capsys.readouterr().err.startswith("sample.py: error: there is no run in out/: name")
-    os.mkdir("out")
-    for name, ranks in (("001", 1), ("002", 2)):
-        os.symlink(whole[ranks], f"out/{name}")
-    assert sampled(capsys, "--prompt=a") == sampled(capsys, "out/002", "--prompt=a")
+    for name, saved_at in (("001", 1), ("book", 3), ("002", 2)):
+        shutil.copytree(whole[1], f"out/{name}")
+        for path in checkpoints(Path("out", name)):
+            os.utime(path, (saved_at, saved_at))
+    assert sample.main(["--prompt=a"]) == 0
+    assert capsys.readouterr().err == f"sample.py: sampling from {Path('out/book/step_000012')}\n"
 
 
 def test_nanogpts_start_is_understood_and_reads_files(whole, tmp_path, capsys):
@@ -93,7 +97,8 @@ def test_a_loss_of_numbers_is_one_line(whole, capsys, monkeypatch):
 
     monkeypatch.setattr("model.sample_token", overflow)
     assert sample.main([str(whole[1]), "--prompt=a"]) == 2
-    assert capsys.readouterr().err.startswith("sample.py: error: ")
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last == "sample.py: error: the logits overflow"
 
 
 @pytest.mark.slow

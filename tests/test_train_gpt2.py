@@ -453,12 +453,59 @@ def snapshot(folder: Path) -> dict[Path, int]:
     return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_a_finished_run_that_goes_on_says_what_its_rate_does(schedule, data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", schedule=schedule, num_samples=0)
+    assert train(line, tmp_path)[0] == 0
+    code, out, err = train(["--resume", "--out-dir=run", "--steps=24"], tmp_path)
+    assert code == 0, err
+    rates = records(tmp_path / "run", "learning_rate")
+    said = re.search(r"the learning rate goes up from (\S+) to (\S+),", out)
+    assert bool(said) == (schedule != "constant")
+    if said:
+        assert said.groups() == (f"{rates[12]:.2e}", f"{rates[13]:.2e}")
+
+
+def test_after_max_hours_a_run_stops_saved_and_the_same_command_goes_on(whole, data_dir, tmp_path):
+    line = [*flags(data_dir=data_dir, out_dir="run"), "--resume", "--max-hours"]
+    code, out, err = train([*line, "1e-9"], tmp_path)  # nothing is saved yet
+    assert code == 130 and err.endswith("stopped as --max-hours are over\n"), err
+    code, out, err = train([*line, "1"], tmp_path, inject=hours_end_in_a_step)
+    assert code == 3, err
+    assert "stopped as --max-hours 1 are over after step 6, which is saved; to continue:" in out
+    assert json.loads((tmp_path / "run/log.jsonl").read_text().splitlines()[-1])["stopped"] == 6
+    assert train([*line, "1"], tmp_path)[0] == 0
+    assert digest(tmp_path / "run") == digest(whole[1])
+
+
+def hours_end_in_a_step(rank: int):
+    train_step = train_gpt2.train_step
+
+    def end(run):
+        if run.step == 5:
+            train_gpt2.signals.end_at = 0
+        return train_step(run)
+
+    train_gpt2.train_step = end
+
+
+def busy_when_measured(rank: int):
+    train_gpt2.device.matmul_tflops = lambda *_: 1e-9
+
+
+def test_no_step_is_faster_than_the_matmul_yardstick(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", steps=5)
+    assert train(line, tmp_path, inject=busy_when_measured)[0] == 0
+    shares = records(tmp_path / "run", "matmul_share").values()
+    assert max(shares) == 1 and len(shares) == 5
+
+
 def test_a_complete_run_is_left_alone_and_made_complete_if_it_was_not(whole, data_dir, tmp_path):
     out_dir = shutil.copytree(whole[1], tmp_path / "run")
     line = [*flags(data_dir=data_dir, out_dir="run"), "--resume"]
     before = snapshot(out_dir)
     code, out, err = train(line, tmp_path)
-    assert code == 0 and "already complete" in out, err
+    assert code == 0 and "already complete" in out and "add --steps 24" in out, err
     code, out, err = train([*line, "--steps=9"], tmp_path)  # as a repeated cell of a notebook does
     assert code == 0 and "already complete" in out, err
     assert snapshot(out_dir) == before
@@ -815,12 +862,18 @@ MISTAKES = {
     "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: use another name",
     "--out-dir run/summary.json/run": "--out-dir .*run/summary.json/run",
-    "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2",
+    "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2: leave"
+    " it out, or begin a new run with another --out-dir",
+    "--max-hours -1": "--max-hours -1.0 must be at least 0",
+    "--prompt FILE:nowhere.txt": "--prompt FILE:nowhere.txt can't be read",
     "--out-dir run --resume --no-pad-vocab": "--no-pad-vocab: the run in run has --pad-vocab",
     "--out-dir run --resume --seed 7": "--seed 7: the run in run has --seed 1337: leave it out",
     "--out-dir run --resume --no-shuffle": "--no-shuffle: the run in run has --shuffle",
     "--out-dir run --resume --no-muon": "--no-muon: the run in run has --muon: leave it out",
-    "--init-from nobody/none": "--init-from nobody/none: no such",
+    "--init-from nobody/none": "nobody/none: no such file, folder or model",
+    "--init-from flippd/step_000003": "flippd/step_000003: no such .*mean flipped/step_000003",
+    "--init-from flippd": "flippd: no such .*did you mean flipped",
+    "--data-dir llma": "--data-dir llma is not there; did you mean llama?",
     "--init-from flipped/step_000003": "flipped/step_000003/model.safetensors is damaged",
     f"{WEIGHTS} weights50257": "prepare --data-dir with --tokenizer gpt2",
     f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has --n-head 2: leave it out",
