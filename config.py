@@ -1,5 +1,6 @@
 """The flags of train_gpt2.py, each declared once. resolve decides their values."""
 
+import os
 import re
 from collections import ChainMap
 from dataclasses import asdict, dataclass, fields
@@ -23,14 +24,14 @@ class TrainConfig:
     The word after a help text says whether a resumed run may change the flag; see cli.OnResume."""
 
     model: str = flag("gpt2", "recipe (default: gpt2, or nano without a GPU)", "refuse", SHAPES)
-    out_dir: PathName = flag("", "folder of the run (default: next free out/NNN)", "per command")
+    out_dir: PathName = flag("", "folder (default: out/NNN: new, or newest)", "per command")
     resume: bool = flag(False, "continue from the newest good checkpoint, if any", "per command")
     init_from: PathName = flag("", "initial weights: folder, file or name on the hub", "refuse")
     seed: int = flag(1337, "seed of the weights, the data order and samples", "refuse")
     save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
     keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # in case of damage
     device: str = flag("auto", "device to train on", "per command", DEVICES)
-    max_hours: float = flag(0.0, "stop after so many hours, saved; 0: never", "per command")
+    max_hours: float = flag(0.0, "save and stop after this many hours; 0: never", "per command")
     deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)", "inexact")
     eval_only: bool = flag(False, "evaluate a run or weights without training", "per command")
 
@@ -68,7 +69,7 @@ class TrainConfig:
     wandb: bool = flag(False, "also log to Weights & Biases")
 
     num_samples: int = flag(1, "samples at each evaluation; 0: none", group="samples")
-    sample_tokens: int = flag(200, "most tokens per sample", min=1)
+    sample_tokens: int = flag(200, "maximum number of tokens per sample", min=1)
     prompt: str = flag("", "text to continue, or FILE:NAME (default: the start of a document)")
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
@@ -187,7 +188,7 @@ EVAL_FLAGS += " deterministic tf32 bf16 fp16 flash bf16_residual loss_chunk_toke
 
 def read_flags(argv: list[str], doc: str) -> dict:
     """Return the flags that the user typed, by name. doc is the text around the flags in --help."""
-    nanogpt.check_names(argv, {*DEFAULTS})
+    nanogpt.check_names(argv, {*DEFAULTS}, {*EVAL_FLAGS.split()})
     typed = parse(TrainConfig, doc, RECIPES | {"--init-from": FINETUNE}, SYNONYMS, argv)
     if "prompt" in typed:
         typed["prompt"] = read_prompt(typed["prompt"])
@@ -197,6 +198,8 @@ def read_flags(argv: list[str], doc: str) -> dict:
     num_prompts = sum(arg == "--prompt" or arg.startswith("--prompt=") for arg in argv)
     if num_prompts > 1:  # other flags may repeat, so that scripts can append "$@"
         raise UserError(f"--prompt was given {num_prompts} times: give it once")
+    if typed.get("max_hours") and (os.environ.get("TORCHELASTIC_MAX_RESTARTS") or "0") != "0":
+        raise UserError("--max-hours: torchrun would start the run again: omit --max-restarts")
     for name in typed:
         if typed.get("eval_only") and name not in EVAL_FLAGS.split():
             raise UserError(f"--eval-only does not use {spell(name)}: leave it out")
@@ -280,7 +283,7 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
-            cure = "leave it out, or begin a new run with another --out-dir and no --init-from"
+            cure = "leave it out, or begin a new run with another --out-dir and the same --data-dir"
             raise UserError(f"{typed_as(name, wanted)}: {has}: {cure}")
     for model, known in SHAPES.items():
         if all(shape[name] == getattr(known, name) for name in ("n_layer", "n_head", "n_embd")):

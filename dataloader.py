@@ -140,7 +140,8 @@ def open_folder(path: Path, tokenizer: str = "", vocab_size: int = 1 << 16) -> T
     """Return a folder's shards. Those of another program, which come without a manifest, are
     assumed to hold tokens of `tokenizer` (GPT-2's if there is no name). Raise ShardError if a split
     has no shards."""
-    cure = f"python {PREPARE} --input YOUR_TEXT --data-dir data/{path.stem} makes one"
+    new = path.with_suffix("") if path.suffix else path
+    cure = f"python {PREPARE} --input YOUR_TEXT --data-dir {new} makes one"
     if not os.path.isdir(path):
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
     if (path / MANIFEST).is_file():  # reading a pipe would wait forever
@@ -204,8 +205,10 @@ def open_others(path: Path, tokenizer: str, vocab_size: int) -> TokenFolder:
         splits[split].append(shard)
     fingerprint = hashlib.sha256(b"".join(seen)).hexdigest()[:16]
     if tokenizer == "unknown":
-        text = f"{path}/meta.pkl has no alphabet of ASCII: no samples and no bits per byte"
+        text = f"{path}/meta.pkl holds no ASCII alphabet: no samples and no bits per byte"
         notes.append(f"{text}; to have both, prepare the text itself with {PREPARE}")
+    elif tokenizer.startswith("alphabet"):
+        notes.append(f"{path}: {vocab_size} characters, by meta.pkl")
     else:
         notes.append(f"{path} has no {MANIFEST}: assumed {tokenizer} tokens")
     return TokenFolder(

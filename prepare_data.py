@@ -23,6 +23,7 @@ import sys
 from support import ending
 
 if __name__ == "__main__":
+    ending.program = "prepare_data.py"
     sys.excepthook = ending.explain_import_error
 
 import hashlib

@@ -1,6 +1,6 @@
 """Continue prompts with a run's model, one of its checkpoints, or any other GPT-2.
     python sample.py out/book                          # type prompts, or pipe them in
-    python sample.py out/book/step_000250 --prompt "Once upon" --num-samples 3
+    python sample.py out/book/step_000700 --prompt "Once upon" --num-samples 3
     python sample.py gpt2 --prompt FILE:prompt.txt     # a name on the Hugging Face hub
     python sample.py ckpt.pt                           # a nanoGPT checkpoint
 Without a name, sample from the newest run in out/.
@@ -20,6 +20,7 @@ import sys
 from support import ending
 
 if __name__ == "__main__":
+    ending.program = "sample.py"
     ending.guard_imports()
 
 import os
@@ -31,20 +32,14 @@ from pathlib import Path
 import torch
 
 from config import DEVICES, TrainConfig
-from support import checkpoint, device, log
+from support import checkpoint, device, log, nanogpt
 from support.cli import PathName, flag, parse, read_prompt
 from support.ending import UserError
 from support.evaluate import sample
 from support.ranks import find_world
 from support.run_folder import newest_run
 
-SYNONYMS = {  # flags of nanoGPT and train_gpt2.py, and their equivalents
-    "--compile": "not needed: sample lengths differ, so compiling would not pay off",
-    "--dtype": "always float32",
-    "--init-from": "just a name: python sample.py gpt2",
-    "--max-new-tokens": "--sample-tokens",
-    "--out-dir": "just a name: python sample.py out/book",
-}
+OF_NANOGPT = {"--start", "--max-new-tokens", "--out-dir", "--init-from", "--dtype", "--compile"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class SampleConfig:
     )
     prompt: str = flag("", "text to continue, or FILE:NAME to read it (--start works too)")
     num_samples: int = flag(1, "samples per prompt", min=1)
-    sample_tokens: int = flag(200, "most tokens per sample", min=1)
+    sample_tokens: int = flag(200, "maximum number of tokens per sample", min=1)
     temperature: float = flag(0.8, "sampling temperature; 0: always take the likeliest token")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
     seed: int = flag(1337, "the same seed gives the same samples")
@@ -63,8 +58,9 @@ class SampleConfig:
 
 def read_flags(argv: list[str]) -> dict:
     """Return the flags that the user typed, by name."""
-    argv = ["--prompt" + arg[7:] if arg.split("=")[0] == "--start" else arg for arg in argv]
-    typed = parse(SampleConfig, __doc__ or "", {}, SYNONYMS, argv)
+    if OF_NANOGPT & {arg.partition("=")[0].replace("_", "-") for arg in argv}:
+        argv = nanogpt.sample_flags(argv)
+    typed = parse(SampleConfig, __doc__ or "", {}, {}, argv)
     if "prompt" in typed:
         typed["prompt"] = read_prompt(typed["prompt"])
     return typed
@@ -113,6 +109,8 @@ def show_samples(flags: SampleConfig, prompts: Iterable[str]):
         try:
             config = TrainConfig(**sampling | {"prompt": prompt})
         except UserError as error:  # not UTF-8
+            if not on_terminal:
+                raise
             log.show(str(error))
             continue
         for number in range(config.num_samples):

@@ -22,7 +22,7 @@ from support import cores, ending
 # this saves up to a fifth of a step. If other programs need the cores, it costs far more: with four
 # of them on two cores, a step of nano took 2,100 ms, and 380 ms with a lower count. torch reads
 # this variable once, when it is imported.
-if cores.busy_share() > 0.25 or os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+if cores.busy_share() > 0.25 or (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1":
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if __name__ == "__main__":
     ending.guard_imports()
@@ -47,7 +47,7 @@ from support.files import FolderLock, did_you_mean
 from support.muon import MuonAdamW
 from support.pretrained import Pretrained, load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
-from support.run import Run, draw, finish, restore, save, stop, vote_to_stop
+from support.run import Run, draw, finish, restore, save, stop, update_card, vote_to_stop
 
 # ---- The speed-ups of the lecture ----------------------------------------------------------------
 #
@@ -111,10 +111,6 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim
     if config.muon:
         return MuonAdamW(groups, model.matrices(), config.bf16, world, **options)
     return torch.optim.AdamW(groups, **options)
-
-
-# The flags that learning_rate reads.
-OF_THE_RATE = ("learning_rate", "steps", "warmup_steps", "schedule", "decay_to", "decay_share")
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -327,6 +323,7 @@ def evaluate_if_due(run: Run):
         # Record only saved steps, so that the best one is on disk. A nan can't be the best loss.
         if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
             run.val_losses[run.step] = figures["val_loss"]
+            update_card(run)
         run.log.record(step=run.step, **figures)
         run.log.print(f"validation after step {run.step}: {evaluate.format_metrics(figures)}")
         report.warn_if_overfitting(run)
@@ -377,14 +374,23 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     config, reasons = resolve(typed | {"out_dir": str(out_dir)}, state, pretrained, world.device)
     if lock:
         config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if fractional
+    if (
+        state
+        and "data_dir" not in typed
+        and config.data_dir
+        and not os.path.exists(config.data_dir)
+    ):
+        place = "go to the folder in which the run began, or add --data-dir"
+        raise UserError(f"the run's --data-dir {config.data_dir} is not here: {place}")
     data, vocab_size = corpus.open_data(config, pretrained)
     config, measured = choices.choose(config, asked_flags(typed, state, world.device), world)
+    if lock and config.wandb:
+        log.tracker()
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
         check_same_run(state, config, data)
     if lock and typed.get("resume") and not state:
-        near = did_you_mean(str(out_dir))
-        log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins{near}")
+        log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins")
     start = pretrained.path if pretrained else None
     if world.size > 1:
         pretrained = None  # each rank reads start itself, rather than receive the weights
@@ -504,7 +510,7 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     if world.call_on_main(is_complete, plan, out_dir):
         if state and world.is_main:
             done = f"{state['step']:,} steps are done"
-            more = f"to train on, add --steps {2 * state['step']}"
+            more = f"to continue training, add --steps {2 * state['step']}"
             log.show(f"already complete: {done}, and --steps is {config.steps:,}; {more}")
         return None
 
@@ -548,8 +554,9 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
         fit.dummy_pass(net, B, config, world)
     report.print_start(run, typed, plan.reasons, state)
     if state and 0 < run.step < config.steps:
-        saved = {name: state["config"].get(name, getattr(config, name)) for name in OF_THE_RATE}
-        old = learning_rate(run.step - 1, replace(config, **saved))
+        known = {f.name for f in fields(TrainConfig)} & state["config"].keys()
+        saved_config = replace(config, **{name: state["config"][name] for name in known})
+        old = learning_rate(run.step - 1, saved_config)
         report.warn_if_rate_jumps(run, old, learning_rate(run.step, config))
     return run
 

@@ -322,7 +322,9 @@ def main() -> int:
         if not ladder.args.quick:
             ladder.second_round()
     report.draw(ladder.content, ladder.path.with_suffix(".png"))
-    print(f"\n{report.block({ladder.path.name: ladder.content})}\n\n{ladder.path}")
+    table = report.block({ladder.path.name: ladder.content})
+    ladder.path.with_suffix(".md").write_text(f"{table}\n", encoding="utf-8")
+    print(f"\n{table}\n\nThe table, with links: {ladder.path.with_suffix('.md')}")
     states = [rung["state"] for rung in ladder.content["rungs"]]
     if "failed" in states:
         return 1

@@ -98,13 +98,15 @@ def read_runs(folders: list[str]) -> list[Run]:
 
 def read_run(folder: str) -> Run:
     path = Path(folder, "log.jsonl")
-    if not path.exists():
+    # logrotate calls older parts .1, .2, ..., or by their dates.
+    parts = [p for p in Path(folder).glob("log.jsonl[.-]*") if p.name[10:].isdecimal()]
+    parts.sort(key=lambda p: n if (n := int(p.name[10:])) > 9999 else -n)
+    parts += [path] if path.exists() else []
+    if not parts:
         why = "has no log.jsonl, nor has a folder below it: name a run's folder, such as out/001"
         raise FileNotFoundError(f"{folder} {why}")
     run = Run(folder, {}, defaultdict(dict))
-    rotated = [p for p in Path(folder).glob("log.jsonl.*") if p.suffix[1:].isdecimal()]
-    rotated.sort(key=lambda p: p.stat().st_mtime)
-    content = b"".join(file.read_bytes() for file in (*rotated, path))
+    content = b"".join(part.read_bytes() for part in parts)
     records = [as_record(line) for line in content.split(b"\n")[:-1]]
     if None in records:
         print(f"{path}: damaged lines, skipped: {records.count(None)}", file=sys.stderr)
@@ -209,7 +211,7 @@ def comparison(run: Run, references: list[dict]) -> list[str]:
 
 def differing_flags(runs: list[Run]) -> list[str]:
     flags = dict.fromkeys(name for run in runs for name in run.flags)  # an older log has fewer
-    hidden = ("out_dir", "resume")
+    hidden = ("out_dir", "resume", "device", "eval_only", "max_hours")  # of one command
     return [
         name
         for name in flags
@@ -220,7 +222,8 @@ def differing_flags(runs: list[Run]) -> list[str]:
 def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     """Group runs that differ only in their seeds. A group's name has the flags in which it differs
     from others, or is the run's if it has only one."""
-    names = [name for name in differing_flags(runs) if name != "seed"]
+    typed = {name for run in runs for name in run.start.get("typed", run.flags)}
+    names = [name for name in differing_flags(runs) if name != "seed" and name in typed]
     groups = defaultdict(list)
     for run in runs:
         groups[", ".join(f"{name} {run.flags.get(name)}" for name in names)].append(run)
@@ -250,22 +253,24 @@ def runs_table(runs: list[Run]) -> list[dict[str, str]]:
 
 
 def means_table(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
-    """Return a row for each setting that has several runs: the last figures, over the seeds."""
+    """Return a row for each setting: its figures, over the seeds."""
     table = []
     for name, group in groups.items():
         row = {"setting": name, "runs": str(len(group))}
-        for column, quantity in (("last validation", "val_loss"), ("bits per byte",) * 2):
-            row[column] = mean(group, quantity.replace(" ", "_"))
+        row["validation ± standard deviation"] = mean(group, "val_loss")
+        row["bits per byte ±"] = mean(group, "bits_per_byte")
         table.append(row)
     return table
 
 
 def mean(runs: list[Run], quantity: str) -> str:
-    """Return the mean of a quantity's last value, and its standard deviation over the runs."""
-    last = [values[-1] for run in runs if len(values := run.series(quantity)[1])]
-    if len(last) < 2:
-        return f"{last[0]:.4f}" if last else ""
-    return f"{np.mean(last):.4f} ± {np.std(last, ddof=1):.4f}"
+    """Return the mean of a quantity, and its standard deviation over the runs, after the last step
+    that all have reached."""
+    common = set.intersection(*({*run.values[quantity]} for run in runs))
+    if not common:
+        return ""
+    values = [run.values[quantity][max(common)] for run in runs]
+    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}" if len(runs) > 1 else ""
 
 
 # ---- The picture
@@ -302,11 +307,11 @@ def draw(runs: list[Run], references: list[dict], path: Path):
                 label = f"{reference['name']} on {reference['data']}: {reference['value']:.4g}"
                 x = steps if axis == "steps" else tokens
                 axes.plot(x, values, "x:", color="#606060", label=label)
-        axes.set(xlabel=axis, xlim=(0, axes.get_xlim()[1]))
+        axes.set(xlabel=axis, xlim=(-axes.get_xlim()[1] / 50, axes.get_xlim()[1]))
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(lambda x, _: brief(x))
         axes.grid(alpha=0.3)
-    panels[0].set(yscale="log", ylabel="loss (nats per token), dots: validation")
+    panels[0].set(yscale="log", ylabel="loss (nats per token, log scale), dots: validation")
     panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))  # far enough apart
     panels[0].yaxis.set_minor_locator(NullLocator())
     panels[0].yaxis.set_major_formatter("{x:g}")
@@ -330,7 +335,7 @@ def brief(number: float) -> str:
 def describe(name: str, group: list[Run]) -> str:
     """Return a label for runs that differ only in their seeds."""
     if len(group) > 1:
-        return f"{name}: validation {mean(group, 'val_loss')}, {len(group)} seeds"
+        return f"{name}: validation {mean(group, 'val_loss')}, {len(group)} runs"
     (steps, _), (val_steps, val_losses) = group[0].series("loss"), group[0].series("val_loss")
     if len(steps):
         values, num = smoothed(group[0])
@@ -364,7 +369,11 @@ def main():
     parser = machine.OneLineParser(prog="plot.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run's folder, or one above runs: out/001, out")
-    add("--out", type=Path, help="picture to write (default: RUN/curves.png; with --against, none)")
+    add(
+        "--out",
+        type=Path,
+        help="picture to write (default: RUN/curves.png; with --csv or --against none)",
+    )
     add("--csv", type=Path, help="also write the table of runs to this file")
     add("--against", choices=["reference"], help="say how runs compare with published ones")
     args = parser.parse_args()
@@ -386,7 +395,7 @@ def main():
             writer = csv.DictWriter(f, rows[0].keys())
             writer.writeheader()
             writer.writerows(rows)
-    if args.out or not args.against:
+    if args.out or not (args.against or args.csv):
         # The run itself draws loss.png, so the picture beside it has another name.
         path = args.out or machine.unused(Path(args.runs[0], "curves.png"))
         draw(runs, references, path)

@@ -235,6 +235,8 @@ def main():
     add("--discard", action="store_true", help="delete a run's checkpoints once it is measured")
     add("--out", default=RUNS, help="folder of the results (default: out/sweep)")
     add("flags", nargs="+", help="flags of train_gpt2.py, after --")
+    if not {"--", "-h", "--help"} & {*sys.argv}:
+        raise ValueError("put the flags of train_gpt2.py after --, as --help shows")
     args = parser.parse_args()
     print(block({f"sweep-{args.name}.json": measure(args)}))
     print(f"\nThe curves: python benchmarks/plot.py {RUNS / args.name}")

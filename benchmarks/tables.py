@@ -6,6 +6,8 @@ Each table stands between two comments, <!-- ladder --> and <!-- end of ladder -
 the program of that name from its files in benchmarks/results.
 """
 
+import re
+
 import ladder_report
 import machine
 import memory
@@ -20,7 +22,7 @@ PROGRAMS = {"ladder": ladder_report, "peers": peers, "resume": resume, "sweep": 
 def put(page: str, name: str, text: str) -> str:
     """Return the page with this text between the comments of this name. The text links files that
     lie beside it, which are in another folder than the page."""
-    text = text.replace("](", "](results/")
+    text = re.sub(r"\]\((?!https?:)", "](results/", text)
     before, begin, rest = page.partition(f"<!-- {name} -->")
     _, end, after = rest.partition(f"<!-- end of {name} -->")
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"

@@ -3,6 +3,7 @@
 A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model:
     config.json             the shape of the network
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
+    generation_config.json  the token that ends a text
     vocab.json, merges.txt, tokenizer_config.json      the tokenizer, if it is known
     optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
     state.json              everything else that a resume needs: see state_of in run.py
@@ -29,12 +30,12 @@ from torch import Tensor
 from config import TrainConfig
 from model import GPT
 from support import pretrained
+from support.card import CARD, model_card
 from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
-from support.files import FolderLock, did_you_mean, open_regular, read_small, rename, sync
+from support.files import MEAN, FolderLock, did_you_mean, open_regular, read_small, rename, sync
 from support.run_folder import SUMS, checkpoints, step_of
 from support.tokenizer import Tokenizer, as_json, load_tokenizer
 
-CARD = "README.md"
 FORMAT = 4  # of state.json
 STATE = {"step": int, "position": int, "micro_batch_size": int, "scaler": dict, "losses": dict}
 STATE |= {"val_losses": dict, "environment": dict, "tokenizer": str, "data": str}
@@ -45,6 +46,10 @@ FOR_RESUME = (*WEIGHTS, "optimizer.safetensors", "state.json", SUMS)
 
 class DamagedCheckpoint(UserError):
     """A checkpoint file is missing, or does not match its digest."""
+
+
+class IncompleteCheckpoint(UserError):
+    """A checkpoint has good weights, but not what a resume needs."""
 
 
 def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
@@ -59,7 +64,7 @@ def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: 
     end_of_text = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
     files["config.json"], files["generation_config.json"] = as_json(settings), as_json(end_of_text)
     files["state.json"] = as_json({"format": FORMAT} | state)
-    files[CARD] = pretrained.model_card(model, state).encode()
+    files[CARD] = model_card(model, state).encode()
     try:
         unfinished.mkdir()  # without parents, which would bring back a folder that was moved
         for name, content in files.items():
@@ -132,34 +137,35 @@ def best_of(paths: list[Path], val_losses: dict[int, float]) -> Path | None:
     return min(validated, key=lambda p: (val_losses[step_of(p)], step_of(p)), default=None)
 
 
-def newest(out_dir: Path, needed: tuple = FOR_RESUME) -> Path | None:
-    """Return the newest checkpoint that has the files in `needed` and right digests, or None if
-    there is no checkpoint. Print the name of each one that has not, and raise NoGoodCheckpoint if
-    this holds for all."""
+def newest(out_dir: Path, for_resume: bool = True) -> Path | None:
+    """Return the newest checkpoint whose digests are right, or None if there is no checkpoint.
+    Print the name of each damaged checkpoint, and raise NoGoodCheckpoint if all are damaged."""
     paths = checkpoints(out_dir)
     for path in paths:
         try:
-            verify(path, needed)
+            verify(path, for_resume)
             return path
         except DamagedCheckpoint as error:
             if not os.path.lexists(path):  # the live run in out_dir has just removed it
-                return newest(out_dir, needed)
+                return newest(out_dir, for_resume)
             print_error(f"{error}; trying the previous checkpoint")
     if paths:
         raise NoGoodCheckpoint(f"no checkpoint in {out_dir} is good")
     return None
 
 
-def verify(path: Path, needed: tuple = FOR_RESUME):
-    """Raise DamagedCheckpoint unless a checkpoint has the files in `needed`, and every file has the
-    digest in SHA256SUMS. If only the weights are needed, other files may be missing, because people
-    hand on checkpoints without them."""
+def verify(path: Path, for_resume: bool = True):
+    """Raise DamagedCheckpoint unless every file of a checkpoint has the digest in SHA256SUMS. If it
+    is not for a resume, only the weights must be there, because people pass on checkpoints without
+    the rest. If it is, raise IncompleteCheckpoint if only the rest is missing: it must stay, so the
+    run may not go on from the checkpoint before it and rotate it away."""
+    needed = FOR_RESUME if for_resume else WEIGHTS
     missing = [name for name in needed if not os.path.lexists(path / name)]
+    if missing and not {*missing} & {*WEIGHTS} and os.path.lexists(path):
+        text = f"{path} lacks {', '.join(missing)}, so no run can resume from it: move it away to"
+        raise IncompleteCheckpoint(f"{text} resume from the one before, or use --init-from {path}")
     if missing:
-        text = f"{path} lacks {', '.join(missing)}"
-        if all(os.path.exists(path / name) for name in WEIGHTS):
-            text += ", so no run can resume from it: it is good for sample.py and --init-from"
-        raise DamagedCheckpoint(text)
+        raise DamagedCheckpoint(f"{path} lacks {', '.join(missing)}")
     file = path / SUMS
     if not os.path.lexists(file):
         return
@@ -173,7 +179,7 @@ def verify(path: Path, needed: tuple = FOR_RESUME):
             if name != Path(name).name:
                 raise ValueError("it names a file in another folder")
             file = path / name
-            if needed == WEIGHTS and not os.path.lexists(file):
+            if not for_resume and not os.path.lexists(file):
                 continue
             with open_regular(file) as f:
                 digest = hashlib.file_digest(f, "sha256").hexdigest()
@@ -280,10 +286,14 @@ def find_weights(name: str) -> Path:
             raise UserError(f"{name} is not there: {path.parent} has {', '.join(others)}")
         if path.parent != Path() and os.path.isdir(path.parent):  # not a Hugging Face name
             raise UserError(f"{name}: there is no such file or folder{did_you_mean(name)}")
+        if " " in name:
+            raise UserError(f"{name}: there is no such file or folder; is it a --prompt?")
+        if os.path.isdir(Path("out", name)):
+            raise UserError(f"{name} is not there{MEAN}{Path('out', name)}?")
         return pretrained.download(name)
-    checkpoint_of_run = newest(path, WEIGHTS)
+    checkpoint_of_run = newest(path, for_resume=False)
     if checkpoint_of_run is None and (path / SUMS).is_file():
-        verify(path, WEIGHTS)
+        verify(path, for_resume=False)
     return checkpoint_of_run or path
 
 

@@ -59,7 +59,7 @@ def quoted(*words: str) -> str:
 def command(program: str, *words: str) -> str:
     """Return a command line for one of our programs that works in the current folder."""
     path = REPO / program
-    with suppress(ValueError):  # on Windows, the folder is on another drive
+    with suppress(ValueError, OSError):  # on another drive of Windows, or the folder is gone
         path = Path(os.path.relpath(path))
     return quoted("python", str(path), *words)
 

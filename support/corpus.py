@@ -96,6 +96,8 @@ def check_data(data: TokenFolder, seq_len: int, pretrained: Pretrained | None, v
         if name != data.tokenizer:
             holds = f"but {data.folder} holds {data.tokenizer}"
             text = f"{pretrained.path} knows {name} tokens, {holds}"
+            if name.startswith("alphabet"):
+                raise UserError(f"{text}: name the data by character that it was trained on")
             cure = quoted(name if name in VOCAB_SIZES else str(pretrained.path))
             raise UserError(f"{text}: prepare --data-dir with --tokenizer {cure}")
     for shard in data.train + data.val:

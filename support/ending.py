@@ -1,10 +1,10 @@
 """How a program ends: exit codes, one-line errors, signals, watchdog, and torchrun's last line.
 
 Exit codes: 0 done, or already complete; 1 a bug or a hang, with a traceback; 2 the user's mistake;
-3 stopped by a signal, everything saved; 4 a loss or gradient that is not finite (no update was
-made), or ranks with different weights (nothing was saved); 6 the disk failed or is full, or the
-run's folder was moved; 7 every checkpoint is damaged; 130 stopped by a signal before anything was
-saved, or by a second signal.
+3 stopped by a signal or the end of --max-hours, everything saved; 4 a loss or gradient that is not
+finite (no update was made), or ranks with different weights (nothing was saved); 6 the disk failed
+or is full, or the run's folder was moved; 7 every checkpoint is damaged; 130 stopped before there
+was anything to save, or by a second signal.
 
 train_gpt2.py imports this module before torch, so it may import only the standard library.
 """
@@ -42,7 +42,9 @@ SECOND_SIGNAL_S = 2  # the terminal signals every rank, and then torchrun does s
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Ctrl-Break
 SIGNALS = [number for number in signal.Signals if number.name in NAMES]
 
+LIBRARIES = ("torch", "numpy", "tiktoken", "tqdm", "safetensors", "tokenizers", "filelock")
 STARTED_AT = time.monotonic()  # of this process
+brief = ""  # a line on the terminal, which the next one overwrites
 program = "train_gpt2.py"  # the first word of each error line; sample.py changes it
 
 
@@ -69,7 +71,7 @@ class NoGoodCheckpoint(RunError):
 
 
 def is_main_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return (os.environ.get("RANK") or "0") == "0"
 
 
 def printable(text: str) -> str:
@@ -79,10 +81,19 @@ def printable(text: str) -> str:
     return re.sub(controls, lambda match: ascii(match[0])[1:-1], text)
 
 
+def over_brief() -> str:
+    """Return what erases the brief line on the terminal, if there is one."""
+    global brief  # noqa: PLW0603
+    eraser = f"{' ' * len(brief)}\r" if brief else ""
+    brief = ""
+    return eraser
+
+
 def print_error(text: str):
     """Print text as one line on stderr. Do not fail if nobody reads stderr any more."""
+    line = f"{program}: {printable(' '.join(text.split()))}"
     with suppress(OSError):
-        print(f"{program}: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
+        print(over_brief() + line, file=sys.stderr, flush=True)
 
 
 def tell_torchrun(text: str):
@@ -121,7 +132,7 @@ class StopSignals:
 
     @property
     def received(self) -> bool:
-        """Whether to stop. The end of --max-hours acts like a first signal."""
+        """Whether to stop, because of a signal or since --max-hours is over."""
         return self.received_at < math.inf or self.is_time_up
 
     def __enter__(self):
@@ -147,7 +158,7 @@ class StopSignals:
         if self.phase is Phase.STARTING or now - self.received_at > SECOND_SIGNAL_S:
             raise KeyboardInterrupt
         if is_first and self.phase is Phase.UNSAVED and is_main_rank():
-            text = "finishing and saving this step; Ctrl-C again after 2 s quits without saving"
+            text = "finishing and saving this step; a second signal after 2 s quits without saving"
             with suppress(OSError):  # os.write, as the signal may have interrupted a print
                 os.write(2, f"\n{text}\n".encode())
 
@@ -187,11 +198,14 @@ def report(error: BaseException) -> int | None:
     if exit_code == INTERRUPTED:
         unsaved = "; steps since the last checkpoint are not saved"
         if is_main_rank():
-            reason = "as --max-hours are over" if signals.is_time_up else "by a signal"
+            reason = "because --max-hours is over" if signals.is_time_up else "by a signal"
             print_error(f"stopped {reason}{unsaved if signals.phase is Phase.UNSAVED else ''}")
     elif exit_code is not None:
-        print_error(f"error: {error}")
-        tell_torchrun(f"error: {error}")
+        text = f"error: {error}"
+        if exit_code == DiskError.exit_code and signals.phase is not Phase.STARTING:
+            text += "; what was saved is good: mend the disk, and repeat the command with --resume"
+        print_error(text)
+        tell_torchrun(text)
     return exit_code
 
 
@@ -254,21 +268,19 @@ def open_standard_streams():
 
 def explain_import_error(kind, error: BaseException, trace):
     """Print one line instead of a traceback if a library is missing or torch is too old."""
-    requirements = Path(__file__).parent.parent / "requirements.txt"
-    names = [line.partition("==")[0] for line in requirements.read_text().split()]
-    python = f"{sys.executable} -m pip install -r {requirements}"
-    old_torch = ""
-    if isinstance(error, ImportError | AttributeError):
-        with suppress(metadata.PackageNotFoundError):
-            old_torch = why_too_old(metadata.version("torch"))
-    if isinstance(error, ModuleNotFoundError) and error.name in [*names, "filelock"]:
-        cure = f"{python} (a .venv that was moved must be made again)"
-        print_error(f"error: {error.name} is not installed for this Python: {cure}")
-    elif old_torch:
-        print_error(f"error: {old_torch}")
-    else:
+    text = ""
+    if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
+        requirements = Path(__file__).parent.parent / "requirements.txt"
+        cure = f'"{sys.executable}" -m pip install -r "{requirements}"'
+        text = f"{error.name} is not installed for this Python: {cure}"
+        text += " (a .venv that was moved must be made again)"
+    elif isinstance(error, ImportError) and (error.name or "").startswith("torch"):
+        with suppress(Exception):  # a broken installation may have no version
+            text = why_too_old(metadata.version("torch"))
+    if not text:
         sys.__excepthook__(kind, error, trace)
         return
+    print_error(f"error: {text}")
     os._exit(UserError.exit_code)  # Python itself would exit with 1
 
 

@@ -24,7 +24,7 @@ from support.ending import UserError, signals, until_signal, watchdog
 from support.files import did_you_mean, read_small
 from support.fit import pass_fits
 from support.ranks import World
-from support.tokenizer import Tokenizer, load_tokenizer, require_tokenizer
+from support.tokenizer import ALPHABET, Tokenizer, load_tokenizer, require_tokenizer
 
 
 def random_seed(*numbers: int) -> int:
@@ -125,8 +125,8 @@ def sample(model: GPT, tokenizer_name: str, config: TrainConfig, number: int) ->
     # Every document begins with <|endoftext|>, and so does a sample without a prompt. An alphabet
     # has none; there, nanoGPT's samples begin a new line.
     end = tokenizer.end_of_text
-    first = tokenizer.encode("\n") if end is None else [min(end, size - 1)]
-    ids = tokenizer.encode(config.prompt) or first
+    first = tokenizer.vocab.get(ALPHABET[ord("\n")], 0) if end is None else min(end, size - 1)
+    ids = tokenizer.encode(config.prompt) or [first]
     if max(ids) >= size:
         raise UserError(f"--prompt: token {max(ids)}, but the network only knows 0 to {size - 1}")
     yield config.prompt

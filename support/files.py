@@ -4,6 +4,7 @@ import difflib
 import errno
 import io
 import os
+import re
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from filelock import FileLock
 from support.ending import DiskError, print_error
 
 REPO = Path(__file__).parent.parent
+MEAN = "; did you mean "
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 MAX_SMALL = 1 << 28  # bytes of JSON or a vocabulary; HellaSwag has 2**24
@@ -26,10 +28,12 @@ def did_you_mean(name: str) -> str:
     while path.name and not os.path.lexists(path.parent):  # an earlier part is misspelt
         path, rest = path.parent, path.name / rest
     with suppress(OSError):
-        others = [other for other in os.listdir(path.parent) if other != path.name]
+        # Names that differ only in digits are those of a series: run-1, run-2.
+        letters = re.sub(r"\d", "", path.name)
+        others = [n for n in os.listdir(path.parent) if re.sub(r"\d", "", n) != letters]
         for other in difflib.get_close_matches(path.name, others, cutoff=0.75):
             if os.path.lexists(path.parent / other / rest):
-                return f"; did you mean {path.parent / other / rest}?"
+                return f"{MEAN}{path.parent / other / rest}?"
     return ""
 
 

@@ -87,8 +87,9 @@ def files_in(inputs: Iterable[str], account: Account) -> list[str]:
         for file in sorted({*candidates} - {*found}):
             account.skip_file("a broken link, pipe or device", file)
         if not found:
-            what = "it holds no file" if os.path.lexists(name) else "there is no such file"
-            raise UserError(f"--input {quoted(name)}: {what}{did_you_mean(name)}")
+            what = "there is no such file" + did_you_mean(name)
+            what = "it holds no file" if os.path.lexists(name) else what
+            raise UserError(f"--input {quoted(name)}: {what}")
         for file in found:
             first = files.setdefault(os.path.realpath(file), file)
             if first != file:

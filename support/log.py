@@ -19,6 +19,7 @@ from uuid import uuid4
 import numpy as np
 from tqdm import tqdm
 
+from support import ending
 from support.ending import UserError, printable
 from support.files import FolderLock, whole_file
 from support.run_folder import LOG, WANDB_ID
@@ -34,6 +35,7 @@ class Log:
         self.lock = lock
         self.is_main = is_main
         self.wandb_run = wandb_run
+        self.start: dict = {}  # the first record, which begins each file
         self.has_warned = False  # of overfitting
         self.recent_seconds: deque[float] = deque(maxlen=100)  # durations of the last steps
         if is_main:
@@ -63,19 +65,33 @@ class Log:
         if not self.is_main:
             return
         try:
+            if "flags" in fields:
+                self.start = fields
             if not self.is_in_place():  # logrotate has moved it
                 self.lock.check()
                 self.file.close()
                 self.open()
-            self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
+                self.write(self.start)
+            self.write(fields)
             self.file.flush()
         except OSError as error:
             error.filename = str(self.file.name)  # Python sets the name only if opening fails
             raise
+        self.send(fields)
+
+    def write(self, fields: dict):
+        self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
+
+    def send(self, fields: dict):
+        """Send a record's numbers to Weights & Biases."""
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         if self.wandb_run and "step" in fields and numbers:
             try:
-                self.wandb_run.log(numbers, step=fields["step"])
+                if hasattr(self.wandb_run, "define_metric"):
+                    # W&B's own step can't go back, so it would drop what a resume repeats.
+                    self.wandb_run.log(numbers | {"step": fields["step"]})
+                else:  # trackio
+                    self.wandb_run.log(numbers, step=fields["step"])
             except Exception as error:  # a failure of wandb must not end the run
                 self.wandb_run = None
                 reason = f"{type(error).__name__}: {error!s:.200}"
@@ -92,25 +108,19 @@ class Log:
         return timedelta(seconds=int(np.mean(self.recent_seconds) * num_steps))
 
 
-brief = ""  # a line on the terminal that the next one overwrites
-
-
 def show(text: str, end: str = "\n"):
     """Print text. A reader that is gone (`| head`, a closed terminal) must not stop a run."""
-    global brief  # noqa: PLW0603
     try:
-        print(" " * len(brief) + "\r" * bool(brief) + printable(text), end=end, flush=True)
+        print(ending.over_brief() + printable(text), end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    brief = ""
 
 
 def show_briefly(text: str):
     """Show a line until the next one. It must fit: \\r only goes back in a terminal's last row."""
-    global brief  # noqa: PLW0603
     text = text[: shutil.get_terminal_size().columns - 1]
     show(text, end="\r")
-    brief = text
+    ending.brief = text
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -133,27 +143,37 @@ def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
     return tqdm(items, desc=label, leave=False, delay=1, disable=not is_shown)
 
 
+def tracker() -> str:
+    """Return the library that --wandb uses. Raise UserError if none is installed."""
+    for name in ("wandb", "trackio"):
+        if find_spec(name):
+            return name
+    raise UserError("--wandb needs Weights & Biases: pip install wandb, or pip install trackio")
+
+
 def start_wandb(out_dir: Path, config: dict, is_main: bool) -> Any:
     """Return a new or resumed run of Weights & Biases, or of trackio if only that is installed.
     Return None on all but the main rank."""
     if not is_main:
         return None
-    project = os.environ.get("WANDB_PROJECT", "train_gpt2")
+    options = {"project": os.environ.get("WANDB_PROJECT", "train_gpt2"), "config": config}
     try:
-        if not find_spec("wandb") and find_spec("trackio"):  # which has the same functions
-            import trackio
-
-            return trackio.init(project, name=out_dir.name, config=config, resume="allow")
-        import wandb
-
         # A new run in the same folder is a run of its own, so the folder keeps the run's id.
         file = out_dir / WANDB_ID
         if not file.exists():
             file.write_text(uuid4().hex[:16])
-        options = {"name": out_dir.name, "dir": str(out_dir), "id": file.read_text()}
-        return wandb.init(project=project, config=config, resume="allow", **options)
-    except Exception as error:  # wandb raises many kinds of exceptions
-        cure = "pip install wandb; wandb login, or set WANDB_MODE=offline"
+        run_id, name = file.read_text(), out_dir.name
+        if tracker() == "trackio":  # it knows a run by its name
+            import trackio
+
+            return trackio.init(name=f"{name}-{run_id[:6]}", resume="allow", **options)
+        import wandb
+
+        run = wandb.init(name=name, id=run_id, dir=str(out_dir), resume="allow", **options)
+        run.define_metric("*", step_metric="step")
+        return run
+    except Exception as error:  # both raise many kinds of exceptions
+        cure = "pip install wandb; wandb login, or set WANDB_MODE=offline, or pip install trackio"
         raise UserError(f"--wandb: {error!s:.200}: {cure}") from error
 
 

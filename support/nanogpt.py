@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.cli import typed_as
+from support.cli import command, typed_as
 from support.ending import UserError
 
 RENAMED = {  # to flags that take the same value
@@ -22,56 +22,90 @@ RENAMED = {  # to flags that take the same value
 }
 COMPUTED = {"batch_size", "dataset", "decay_lr", "dtype", "eval_iters", "min_lr"}
 COMPUTED |= {"gradient_accumulation_steps"}
-HINTS = {  # what has no flag here
-    "beta2": "beta2 is 0.95: change it in make_optimizer in train_gpt2.py",
-    "bias": "the network has biases, as OpenAI's",
-    "wandb_project": "the environment variable WANDB_PROJECT names the project",
+HINTS = {  # what has no flag here: nanoGPT's value that it has, and what to say of others
+    "beta2": ("0.95", "beta2 is 0.95, in make_optimizer in train_gpt2.py"),
+    "bias": ("True", "the network has biases, like OpenAI's"),
 }
-UNUSED = {"always_save_checkpoint", "backend", "lr_decay_iters", "wandb_run_name"}
+UNUSED = {"wandb_project", "always_save_checkpoint", "backend", "lr_decay_iters", "wandb_run_name"}
+OF_SAMPLE = {"start": "prompt", "max_new_tokens": "sample_tokens"}  # sample.py's
 FOREIGN = {*RENAMED, *COMPUTED, *HINTS, *UNUSED}
-DEFAULTS = {"batch_size": 12, "learning_rate": 6e-4, "min_lr": 6e-5}  # nanoGPT's
-DEFAULTS |= {"gradient_accumulation_steps": 1}  # what nanoGPT's config files for one GPU have
+DEFAULTS: dict[str, float] = {"batch_size": 12, "gradient_accumulation_steps": 40}  # nanoGPT's
+DEFAULTS |= {"learning_rate": 6e-4, "min_lr": 6e-5}
 DTYPES: dict[str, dict] = {"float16": {"fp16": True}, "float32": {"bf16": False}}
 
 
-def check_names(argv: list[str], known: set[str]):
+def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     """Raise UserError with the whole command in our flags if argv has a config file, or a flag that
-    has another name here. `known` are the names of our flags."""
+    has another name here. `known` are the names of our flags, and `known_to_eval` those that an
+    evaluation takes."""
     settings = dict(read_settings(argv))
     foreign = [name for name in settings if name in FOREIGN]
     foreign += [name for name in ["init_from"] if settings.get(name) in ("scratch", "resume")]
+    foreign += [word for word in argv if is_config(word)]
     if not foreign:
         return
+    if "" in settings:
+        raise UserError(f"{settings['']}: flags begin with --")
     # A name that nobody knows stays, and is refused when the user repeats the command.
     flags = translate(settings, known)
-    line = " ".join(["python train_gpt2.py", *(typed_as(*flag) for flag in flags.items())])
+    is_new = not flags.keys() & {"init_from", "eval_only", "resume", "model"}
+    if is_new and len(foreign) > 2:  # a command line of nanoGPT's, not only a slip
+        flags = {"model": "gpt2", "muon": False} | flags
+    if flags.get("eval_only"):
+        flags = {name: flags[name] for name in flags if name in known_to_eval or name not in known}
     names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-    hints = [HINTS[name] for name in HINTS if name in settings]
-    hints.append("add --no-muon to train with AdamW, as nanoGPT does")
-    raise UserError("; ".join([f"these settings ({names}) are here: {line}", *hints]))
+    line = " ".join([command("train_gpt2.py"), *(typed_as(*flag) for flag in flags.items())])
+    text = "; ".join([f"{names}: other programs' settings", *remarks(settings, flags)])
+    raise UserError(f"{text}. Here, this is the command: {line}")
+
+
+def remarks(settings: dict[str, str], flags: dict) -> list[str]:
+    """Return what is different here."""
+    texts = []
+    for name, (ours, text) in HINTS.items():
+        if settings.get(name, ours) != ours:
+            texts.append(text)
+    if "wandb_project" in settings and flags.get("wandb"):
+        texts.append(f"name the project by WANDB_PROJECT={settings['wandb_project']}")
+    if "batch_tokens" in flags:
+        texts.append("sequences per pass are --micro-batch-size, by default as many as fit")
+    if str(settings.get("lr_decay_iters", flags.get("steps"))) != str(flags.get("steps")):
+        texts.append("the rate decays until --steps, not lr_decay_iters")
+    if flags.get("resume"):
+        texts.append("--resume begins a new run if there is none")
+    elif "data_dir" not in flags and flags.keys() & {"model", "eval_only"}:
+        texts.append("nanoGPT's data is openwebtext, and ours without --data-dir Python's source")
+    if not flags.get("muon", True):
+        texts.append("without --no-muon you get Muon, which needs fewer steps")
+    return texts
+
+
+def is_config(word: str) -> bool:
+    return word.endswith(".py") and not word.startswith("--")
 
 
 def read_settings(argv: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each setting on a command line and in the config files on it."""
-    words = iter([*argv, ""])
-    word = next(words)
-    while word:
-        name, equals, value = word.removeprefix("--").partition("=")
-        following = next(words, "")
-        if word.startswith("--") and not equals and not following.startswith("--"):
-            value, following = following or "True", next(words, "")
+    """Yield the name and value of each setting on a command line and in the config files on it.
+    Other words have no name."""
+    words = [*argv]
+    while words:
+        word = words.pop(0)
         if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if not equals and words and not words[0].startswith("--") and not is_config(words[0]):
+                value = words.pop(0)
             yield name.replace("-", "_"), value or "True"
-        elif word.endswith(".py"):
+        elif is_config(word):
             yield from read_config(Path(word))
-        word = following
+        else:
+            yield "", word
 
 
 def read_config(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the assignments in one of nanoGPT's config files. None of it is executed, so values
-    that are no constants, such as time.time(), are left out."""
+    that are not constants, such as time.time(), are left out."""
     try:
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"{path} can't be read as a config file of nanoGPT: {error}") from error
     for node in tree.body:
@@ -84,13 +118,14 @@ def read_config(path: Path) -> Iterator[tuple[str, str]]:
 def constant(node: ast.expr):
     """Return the value of a number, a string, a switch or a product of numbers, else None."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        factors = constant(node.left), constant(node.right)
-        return factors[0] * factors[1] if None not in factors else None
+        left, right = constant(node.left), constant(node.right)
+        is_product = isinstance(left, int | float) and isinstance(right, int | float)
+        return left * right if is_product else None
     return node.value if isinstance(node, ast.Constant) else None
 
 
 def translate(settings: dict[str, str], known: set[str]) -> dict:
-    """Return our flags for these settings. Raise UserError if a number is none."""
+    """Return our flags for these settings. Raise UserError if a value is not a number."""
     flags: dict = {}
     for name, value in settings.items():
         name = RENAMED.get(name, name)
@@ -98,8 +133,8 @@ def translate(settings: dict[str, str], known: set[str]) -> dict:
             flags[name] = {"true": True, "false": False}.get(value.lower(), value)
     if "dataset" in settings:
         flags["data_dir"] = f"data/{settings['dataset']}"
-    if settings.get("decay_lr", "True") == "False":
-        flags["schedule"] = "constant"
+    if settings.get("decay_lr", "True") == "False":  # there, this also drops the warm-up
+        flags |= {"schedule": "constant", "warmup_steps": 0}
     if "dtype" in settings:
         flags |= DTYPES.get(settings["dtype"], {"bf16": True})
     if flags.get("init_from") == "resume":
@@ -107,16 +142,18 @@ def translate(settings: dict[str, str], known: set[str]) -> dict:
     if flags.get("init_from") in ("resume", "scratch"):
         del flags["init_from"]
     try:
-        return flags | computed(settings, int(flags.get("seq_len", 1024)))
-    except (ValueError, ZeroDivisionError) as error:
-        raise UserError(f"this is no command line of nanoGPT: {error}") from error
+        if int(flags.get("warmup_steps", 0)) >= int(flags.get("steps", 50)):  # nanoGPT takes that
+            flags["warmup_steps"] = int(flags.get("steps", 50)) - 1
+        return flags | computed(settings | flags)
+    except (ValueError, ArithmeticError) as error:
+        raise UserError(f"this is not a command line of nanoGPT: {error}") from error
 
 
-def computed(settings: dict[str, str], T: int) -> dict:
+def computed(settings: dict) -> dict:
     """Return the flags whose values have another unit here."""
     flags: dict = {}
     numbers = {name: float(settings.get(name, DEFAULTS[name])) for name in DEFAULTS}
-    B = int(numbers["batch_size"])
+    B, T = int(numbers["batch_size"]), int(settings.get("seq_len", 1024))
     if "total_batch_size" in settings:
         flags["micro_batch_size"] = B
     elif settings.keys() & {"batch_size", "gradient_accumulation_steps"}:
@@ -126,3 +163,16 @@ def computed(settings: dict[str, str], T: int) -> dict:
     if "min_lr" in settings:
         flags["decay_to"] = float(f"{numbers['min_lr'] / numbers['learning_rate']:.3g}")
     return flags
+
+
+def sample_flags(argv: list[str]) -> list[str]:
+    """Return the command line of nanoGPT's sample.py as ours takes it."""
+    words = []
+    for name, value in read_settings(argv):
+        if name in ("out_dir", "init_from"):
+            words += [value] if value != "resume" else []
+        elif name in OF_SAMPLE:
+            words.append(f"--{OF_SAMPLE[name]}={value}")
+        elif name not in ("dtype", "compile"):  # samples are float32, and compiling takes longer
+            words.append(f"--{name}={value}" if name else value)
+    return words

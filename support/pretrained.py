@@ -5,6 +5,7 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,32 +50,9 @@ HF_SETTINGS = {  # the values in config.json that we support, with the default f
     "add_cross_attention": (False,),
     "n_inner": (None,),
 }
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [gpt2]
----
-# A GPT-2
-
-- Shape: {shape}; {params} parameters
-- Vocabulary: {tokens}
-- Training: {training}, on {data}
-
-Validation losses, in nats per token:
-
-{losses}
-
-{load}"""
-LOAD = """```python
-from transformers import pipeline
-
-generate = pipeline("text-generation", "THIS FOLDER")
-```
-"""
-LOAD_CHANGED = """The network is a changed GPT-2, with {}, so transformers refuses it. The program
-that trained it loads it: `python sample.py THIS FOLDER`. If transformers' GPT-2 can express the
-change, map it in hf_config in support/pretrained.py.
-"""
+MAPPED: set[str] = (
+    set()
+)  # fields of a changed network that hf_config maps to transformers' settings
 OUR_KEY = "train_gpt2"  # our config.json's key for GPTConfig's fields and the tokenizer
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
 # The tokenizer for a vocabulary size. GPT-2's vocabulary may have padding or chat tokens.
@@ -130,37 +108,19 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
     settings["bos_token_id"] = settings["eos_token_id"] = end_of_text
     settings[OUR_KEY] = {"shape": shape, "tokenizer": tokenizer}
     if changes(config):  # transformers must not load it as a GPT-2, and shows this reason
-        reason = f"GPT-2 changed by {', '.join(changes(config))}: see README.md beside this file"
+        reason = f"GPT-2 changed by {', '.join(changes(config))}: see README.md beside config.json"
         settings |= {"model_type": reason, "architectures": []}
     return settings
 
 
 def changes(config: GPTConfig) -> list[str]:
-    """Return the fields that make this network something else than GPT-2."""
-    known = (*HF_SHAPE, "pad_vocab")
+    """Return the fields that make this network something other than what transformers loads."""
+    known = (*HF_SHAPE, *MAPPED, "pad_vocab")
     return [
         f"{f.name}={getattr(config, f.name)}"
         for f in fields(GPTConfig)
         if f.name not in known and getattr(config, f.name) != f.default
     ]
-
-
-def model_card(model: GPT, state: dict) -> str:
-    """Return a README.md for a checkpoint: what it is, how it was trained, and how to load it."""
-    shape, config, step = model.config, state["config"], state["step"]
-    num_params = sum(p.numel() for p in model.parameters())
-    data = config["data_dir"] or "Python's standard library"
-    losses = [f"- After step {k:,}: {v:.4f}" for k, v in list(state["val_losses"].items())[-5:]]
-    load = LOAD_CHANGED.format(", ".join(changes(shape))) if changes(shape) else LOAD
-    return CARD.format(
-        load=load,
-        shape=f"{shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} channels",
-        params=f"{num_params:,}",
-        tokens=f"{shape.vocab_size:,} tokens ({state['tokenizer']}), {shape.seq_len:,} positions",
-        training=f"{step:,} of {config['steps']:,} steps of {config['batch_tokens']:,} tokens",
-        data=data,
-        losses="\n".join(losses) or "- none yet",
-    )
 
 
 def read_weights(path: Path) -> Pretrained:
@@ -196,9 +156,9 @@ def download(name: str) -> Path:
         return Path(folder)
     except Exception as error:  # the library is missing or broken, or the download fails
         problem = f"{name}: no such file, folder or model on the hub ({error!s:.200})"
-        if near := did_you_mean(name):
-            raise UserError(f"{problem}{near}") from error
-        cure = f"pip install huggingface_hub; hf download {name} --local-dir {Path(name).name}"
+        problem += did_you_mean(name)
+        cure = "" if find_spec("huggingface_hub") else "pip install huggingface_hub; "
+        cure += f"hf download {name} --local-dir {Path(name).name}"
         raise UserError(f"{problem}; on an online machine, run: {cure}") from error
 
 

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -111,8 +112,10 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name not in env]
     if missing and env.get("WORLD_SIZE", "1") != "1":
         raise UserError(f"{', '.join(missing)} not set, but torchrun sets all three: use torchrun")
+    # The script of a SLURM job has SLURM_NTASKS, too, but only srun's processes have a step.
+    in_script = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env
     for name in LAUNCHERS if len(missing) == 3 else ():
-        if env.get(name, "1") != "1":
+        if env.get(name, "1") != "1" and not (in_script and name == "SLURM_NTASKS"):
             text = f"{name} is {env[name]}, and each process would train alone: start torchrun, one"
             text += " on each machine (docs/reference.md shows how under SLURM)"
             raise UserError(f"{text}, or unset {name} to train in a single process")
@@ -156,6 +159,12 @@ def process_group(world: World) -> Iterator[None]:
     finally:
         gc.collect()  # a DDP that outlives the process group aborts the process at exit
         dist.destroy_process_group()
+        if world.is_main and sys.exc_info()[0] and not has_agent_store():
+            time.sleep(1)  # this process serves the store, from which the others read the reason
+
+
+def has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect(backend: str) -> dist.Store:

@@ -1,5 +1,6 @@
 """What a run prints about itself, both at its start and when something looks wrong."""
 
+import os
 import shutil
 from collections import defaultdict
 from dataclasses import asdict, fields
@@ -24,6 +25,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
     record |= {"command": as_typed(run, typed), "preparation": preparation(run.data.folder)}
+    record["data"] = run.data.fingerprint
     record |= {name: run.optimizer.defaults[name] for name in ("betas", "eps")}
     run.log.record(**record, resumed=run.step if state else None)
     epoch_tokens = len(loader) * loader.T
@@ -55,7 +57,9 @@ def as_typed(run: Run, typed: dict) -> str:
     flags = [typed_as(name, value) for name, value in typed.items()]
     line = " ".join([command("train_gpt2.py"), *flags])
     if run.world.size > 1:
-        line = line.replace("python", f"torchrun --nproc_per_node={run.world.size}", 1)
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or run.world.size)
+        launcher = f"torchrun --nnodes={run.world.size // num_local} --nproc_per_node={num_local}"
+        line = line.replace("python", launcher, 1)
     return line
 
 
@@ -136,7 +140,7 @@ def warn_if_rate_jumps(run: Run, old: float, new: float):
     it."""
     if new > 2 * old:
         text = f"the learning rate goes up from {old:.2e} to {new:.2e}, as the new schedule has it"
-        run.log.print(f"{text}: the loss will rise at first, and fall again as the rate does")
+        run.log.print(f"{text}: the loss may rise at first, and falls again as the rate does")
 
 
 def warn_if_slow(run: Run, seconds: float):

@@ -1,6 +1,7 @@
 """A run: its parts, which of them a checkpoint keeps, and how to save, restore and end a run."""
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from config import TrainConfig
 from dataloader import ShardLoader, TokenFolder
 from model import GPT
 from support import checkpoint, log
+from support.card import CARD, model_card
 from support.cli import command
-from support.ending import STOPPED, Phase, signals, watchdog
+from support.ending import STOPPED, DiskError, Phase, signals, tell_torchrun, watchdog
 from support.evaluate import Question, num_val_sequences
 from support.files import FolderLock, whole_file
 from support.ranks import World, check_ranks_agree
 from support.run_folder import PICTURE, SUMMARY, checkpoints, step_of
-from support.tokenizer import as_json
+from support.tokenizer import as_json, load_tokenizer
 
 
 @dataclass
@@ -116,6 +118,20 @@ def write_checkpoint(run: Run):
         run.log.print(f"saved {path}")
 
 
+def update_card(run: Run):
+    """Add the newest validation to its checkpoint's README.md, unless a person has edited that."""
+    if not run.world.is_main:
+        return
+    state = state_of(run)
+    before = {step: loss for step, loss in run.val_losses.items() if step != run.step}
+    with suppress(OSError, DiskError):  # the next save says it
+        run.lock.check()
+        path = run.out_dir / f"step_{run.step:06d}" / CARD
+        if path.read_bytes() == model_card(run.model, state | {"val_losses": before}).encode():
+            with whole_file(path) as f:
+                f.write(model_card(run.model, state).encode())
+
+
 def draw(run: Run):
     """Draw loss.png, if matplotlib is installed."""
     if not run.world.is_main or not (run.losses or run.val_losses):
@@ -137,11 +153,15 @@ def stop(run: Run) -> int:
     draw(run)
     run.log.record(stopped=run.step)  # the last record; a job script looks for it
     line = command("train_gpt2.py", "--resume", "--out-dir", str(run.out_dir))
+    if run.config.max_hours:
+        line += f" --max-hours {run.config.max_hours:g}"
     if run.world.size > 1:
         line = line.replace("python", "torchrun (as before)", 1)
-    reason = f" as --max-hours {run.config.max_hours:g} are over" if signals.is_time_up else ""
-    text = f"stopped{reason} after step {run.step}, which is saved"
+    text = f"stopped after step {run.step}, which is saved"
+    if signals.is_time_up:
+        text += f", because --max-hours {run.config.max_hours:g} is over"
     run.log.print(f"{text}; to continue: {line}")
+    tell_torchrun(text)  # which takes our exit code for a failure
     return STOPPED
 
 
@@ -161,6 +181,8 @@ def write_summary(run: Run):
     summary = {"steps": run.step, "checkpoint": path.name}
     text = f"done: {run.step:,} steps"
     sample = f"sample: {command('sample.py', str(run.out_dir))}"
+    if not load_tokenizer(run.data.tokenizer):
+        sample = "no sample, because the tokenizer of the data is not here"
     if best_path:
         best = step_of(best_path)
         last_loss, best_loss = run.val_losses[max(run.val_losses)], run.val_losses[best]

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import Timeout
 
 from support.ending import UserError
-from support.files import FolderLock, read_small, sync
+from support.files import MEAN, FolderLock, did_you_mean, read_small, sync
 
 LOG, SUMMARY, PICTURE, SUMS = "log.jsonl", "summary.json", "loss.png", "SHA256SUMS"
 WANDB_ID = "wandb_id.txt"
@@ -29,19 +30,25 @@ def checkpoints(out_dir: Path) -> list[Path]:
 
 def newest_run(parent: Path) -> Path | None:
     """Return the run in a folder that has saved a checkpoint last, or None if there is no run."""
-    runs = {path: checkpoints(path) for path in parent.glob("*")}
-    saved_at = {path: steps[0].stat().st_mtime for path, steps in runs.items() if steps}
+    saved_at = {}
+    for path in parent.glob("*"):
+        for step in checkpoints(path)[:1]:
+            with suppress(OSError):  # a live run has just removed it
+                saved_at[path] = step.stat().st_mtime
     return max(saved_at, key=saved_at.__getitem__, default=None)
 
 
 def choose_out_dir(name: str, resume: bool) -> Path:
     """Return the folder that --out-dir names. Without a name, return the next free folder of
-    out/001, out/002, ..., or, to resume, the newest. Raise UserError if a run can't use it."""
+    out/001, out/002, ..., or, to resume, the newest run. Raise UserError if a run can't use it."""
     if not name:
         runs = [p.name for p in Path("out").glob("*") if re.fullmatch("[0-9]{3,9}", p.name)]
         newest = max(map(int, runs), default=0)
         name = f"out/{newest if newest and resume else newest + 1:03d}"
+        name = str(newest_run(Path("out")) or name) if resume else name
     out_dir = Path(name)
+    if resume and not checkpoints(out_dir) and not (out_dir / "state.json").exists():
+        check_nothing_is_meant(out_dir)
     if not os.path.lexists(out_dir):
         return out_dir
     if not out_dir.is_dir():
@@ -64,6 +71,21 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     if log.is_symlink() or (log.exists() and not log.is_file()):
         raise UserError(f"{log} is a link or not a file: remove it, or name another folder")
     return out_dir
+
+
+def check_nothing_is_meant(out_dir: Path):
+    """Raise UserError if --resume names no run, but something else that the user may mean."""
+    near = did_you_mean(str(out_dir)) or did_you_mean(str(Path("out", out_dir)))
+    if checkpoints(Path("out", out_dir)):
+        near = f"{MEAN}{Path('out', out_dir)}?"
+    below = newest_run(out_dir) if out_dir.is_dir() else None
+    text = f"--out-dir {out_dir} holds no checkpoint to resume from"
+    if below:
+        raise UserError(f"{text}, but runs: name one of them, such as {below}")
+    if near and checkpoints(Path(near.removeprefix(MEAN).removesuffix("?"))):
+        raise UserError(f"{text}{near} Without --resume, a new run begins")
+    if all((out_dir / file).exists() for file in ("config.json", "model.safetensors")):
+        raise UserError(f"{text}, but a model: begin a new run with --init-from {out_dir}")
 
 
 def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):

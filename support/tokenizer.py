@@ -52,6 +52,8 @@ class Tokenizer:
         self.vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
         self.merges = merges
         self.end = end
+        if merges and not end:
+            raise ValueError("no end of text")
         self.end_of_text = vocab[end] if end else None
         self.size = max(vocab.values()) + 1  # ids are below it
         if min(vocab.values()) < 0 or self.size > 1 << 16:
@@ -78,7 +80,7 @@ class Tokenizer:
         identity = json.dumps([self.vocab, merges, end]).encode()
         self.sha256 = hashlib.sha256(identity).hexdigest()
         self.name = NAMES.get(self.sha256, f"{'bpe' if end else 'alphabet'}-{self.sha256[:12]}")
-        if merges:
+        if merges and end:
             import tiktoken  # not at the top, because it takes 0.1 s
 
             # Without any special token, tiktoken would look for an empty one at each character.
@@ -86,18 +88,17 @@ class Tokenizer:
                 self.name,
                 pat_str=WORD,
                 mergeable_ranks=ranks,
-                special_tokens={str(end): len(ranks)},
+                special_tokens={end: len(ranks)},
             )
 
     def encode_bytes(self, text: bytes) -> np.ndarray:
         """Return the tokens of text, uint16. Bytes that are not UTF-8 become U+FFFD if there are
         merges. An end of text inside a text is ordinary text."""
         if not self.end:
-            ids = [self.vocab.get(ALPHABET[byte]) for byte in text]
-            if None in ids:
-                unknown = bytes([text[ids.index(None)]])
-                raise UserError(f"the alphabet of this network has no {unknown!r:.9}")
-            return np.array(ids, np.uint16)
+            for char in text.decode(errors="replace"):
+                if not char.isascii() or ALPHABET[ord(char)] not in self.vocab:
+                    raise UserError(f"the alphabet of this network has no {char!r}")
+            return np.array([self.vocab[ALPHABET[byte]] for byte in text], np.uint16)
         if not self.merges:
             return self.ids[np.frombuffer(text, np.uint8)]
         ranks = self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
@@ -162,7 +163,8 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
             return read_alphabet(folder / "meta.pkl")
         else:
             return None
-        tokenizer = Tokenizer(vocab, [merge for merge in merges if merge], end_token(folder, vocab))
+        merges = [merge for merge in merges if merge]
+        tokenizer = Tokenizer(vocab, merges, end_token(folder, vocab, merges))
     except Exception as error:  # the files may hold anything
         reason = f"{type(error).__name__}: {error!s:.200}"
         raise UserError(f"the tokenizer in {folder} is not a byte-level BPE ({reason})") from error
@@ -198,16 +200,24 @@ def read_alphabet(path: Path) -> Tokenizer | None:
     with other characters than ASCII's, which are more than one byte."""
     try:
         ids = PlainUnpickler(io.BytesIO(read_small(path))).load()["stoi"]
-        vocab = {ALPHABET[char.encode("ascii")[0]]: int(ids[char]) for char in ids}
+        vocab = {ALPHABET[one_byte(char)]: int(ids[char]) for char in ids}
+        if len({*vocab.values()}) < len(vocab):
+            return None
         alphabet = Tokenizer(vocab, [], None)
     except Exception:  # it may hold anything
         return None
     return TOKENIZERS.setdefault(alphabet.name, alphabet)
 
 
-def end_token(folder: Path, vocab: dict[str, int]) -> str | None:
+def one_byte(char: str) -> int:
+    """Return the byte of an ASCII character. Raise ValueError if it is something else."""
+    [byte] = char.encode("ascii")
+    return byte
+
+
+def end_token(folder: Path, vocab: dict[str, int], merges: list[str]) -> str | None:
     """Return the token that separates documents, or None if the vocabulary is an alphabet."""
-    if read_json(folder / "tokenizer_config.json").get("eos_token", "") is None:
+    if not merges and read_json(folder / "tokenizer_config.json").get("eos_token", "") is None:
         return None
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(folder / name).get("eos_token", "")

@@ -16,6 +16,7 @@ import pytest
 from conftest import NEEDS_POSIX, flags, prepare, train, write_shard
 from data_helpers import error_of, stream
 from test_dataloader import RAW, TOKENS, llmc, npy
+from test_tokenizer import trained
 
 import dataloader
 import prepare_data
@@ -35,7 +36,7 @@ from support.corpus import check_data
 from support.ending import UserError
 from support.files import FolderLock
 from support.pretrained import Pretrained
-from support.tokenizer import load_tokenizer
+from support.tokenizer import load_tokenizer, read_tokenizer
 
 
 @pytest.mark.parametrize("content", [llmc(), npy(), RAW], ids=["llm.c", "npy", "raw"])
@@ -253,7 +254,7 @@ def test_what_is_left_out_and_what_is_assumed_is_said(tmp_path):
     data = corpus.open_tokens(folder)
     assert (data.tokenizer, data.vocab_size) == ("bytes", 257)
     (folder / "meta.pkl").write_bytes(b"a pickle")
-    assert "meta.pkl has no alphabet of ASCII" in open_folder(folder).notes[-1]
+    assert "meta.pkl holds no ASCII alphabet" in open_folder(folder).notes[-1]
 
 
 def test_nanogpts_characters_have_as_many_rows_as_there_are_characters(tmp_path):
@@ -282,7 +283,7 @@ def test_nanogpts_characters_are_trained_on_with_their_alphabet(tmp_path):
     line = flags(data_dir=folder, out_dir="run", prompt="To be", seq_len=16, steps=4)
     code, out, err = train(line, tmp_path)
     assert code == 0, err
-    assert "bits per byte" in out and "assumed alphabet-" in out
+    assert "bits per byte" in out and "characters, by meta.pkl" in out
     after = out[out.index("sample after step 4:\n") :].split("\n", 1)[1]
     assert after.startswith("To be") and {*after.partition("\ndone")[0]} <= {*text}
     shutil.rmtree(folder)
@@ -292,7 +293,7 @@ def test_nanogpts_characters_are_trained_on_with_their_alphabet(tmp_path):
     for prompt, code in (("to", 0), ("", 0), ("T@", 2)):
         line = ["run", "--prompt", prompt, "--sample-tokens=5"]
         got, out, err = train(line, tmp_path, script="sample")
-        assert got == code and (code == 0 or "the alphabet of this network has no b'@'" in err)
+        assert got == code and (code == 0 or "the alphabet of this network has no '@'" in err)
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/step_000004")
     assert theirs.encode(text) == tokenizer.encode(text)
@@ -303,15 +304,33 @@ class Remover:
         return os.remove, ("precious",)
 
 
-@pytest.mark.parametrize("meta", [{"stoi": {"é": 0}}, {"stoi": Remover()}, [], {"stoi": {1: 2}}])
+WORDS = {"the": 0, "that": 1, "cat": 2}
+
+
+@pytest.mark.parametrize(
+    "meta", [{"stoi": {"é": 0}}, {"stoi": Remover()}, [], {"stoi": {1: 2}}, {"stoi": WORDS},
+             {"stoi": {"a": 0, "b": 0}}]
+)  # fmt: skip
 def test_an_alphabet_that_can_not_be_read_is_none_and_runs_no_code(meta, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("precious").touch()
     folder = folder_of(tmp_path / "data", [[np.arange(64)], [np.arange(65)]]).folder
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     data = corpus.open_tokens(folder)
-    assert data.tokenizer == "unknown" and "no alphabet" in data.notes[-1]
+    assert data.tokenizer == "unknown" and "no ASCII alphabet" in data.notes[-1]
     assert Path("precious").exists()
+
+
+def test_an_alphabet_without_a_newline_is_sampled(tmp_path):
+    """Such as text8's. A vocabulary with merges and no end of text is a BPE, and no alphabet."""
+    folder = shakespeare_char(tmp_path / "data", "abc abd " * 99)
+    code, out, err = train(flags(data_dir=folder, out_dir="run", steps=3, seq_len=16), tmp_path)
+    assert code == 0 and "(no sample" not in out, err
+    for name, content in trained().files().items():
+        config = b'{"eos_token": null}'
+        content = config if name == "tokenizer_config.json" else content
+        (tmp_path / name).write_bytes(content)
+    assert read_tokenizer(tmp_path).name.startswith("bpe-")
 
 
 def test_a_vocabulary_that_is_not_the_manifests_is_refused(prepared):

@@ -58,7 +58,7 @@ def test_no_other_failure_to_rename_is_tried_again(tmp_path, monkeypatch):
     [
         ("out/novla", "out/novela"),
         ("ouut/novela/step_000100", "out/novela/step_000100"),
-        ("out/novela/step_00100", "out/novela/step_000100"),
+        ("out/novela/step_000200", ""),  # of a series
         ("questions.json", "questions.jsonl"),
         ("out/zebra", ""),
         ("out/novela", ""),  # is there itself, and nothing else is like it

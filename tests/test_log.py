@@ -210,14 +210,15 @@ def test_a_log_that_was_moved_is_opened_again(tmp_path):
     lock = FolderLock(run)
     lock.acquire()
     log = Log(lock, True)
+    log.record(flags={"steps": 3})
     log.record(step=1, loss=2.5)
     (run / "log.jsonl").rename(run / "log.jsonl.1")
     log.record(step=2, loss=2.5)
     log.record(step=3, loss=2.5)
     texts = [(run / name).read_text() for name in ("log.jsonl.1", "log.jsonl")]
-    assert [[json.loads(line)["step"] for line in text.splitlines()] for text in texts] == [
-        [1], [2, 3]
-    ]  # fmt: skip
+    records = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    assert [[r.get("step") for r in part] for part in records] == [[None, 1], [None, 2, 3]]
+    assert records[1][0]["flags"] == {"steps": 3}  # each part can be read alone
     run.rename(tmp_path / "moved")
     run.mkdir()
     with pytest.raises(DiskError, match="another folder has its name"):
@@ -228,7 +229,7 @@ def test_a_log_that_was_moved_is_opened_again(tmp_path):
 
 def test_a_stranger_finds_all_that_repeats_a_run(whole):
     record = json.loads((whole[2] / "log.jsonl").read_text().splitlines()[0])
-    assert record["command"].startswith("torchrun --nproc_per_node=2 ")
+    assert record["command"].startswith("torchrun --nnodes=1 --nproc_per_node=2 ")
     assert "train_gpt2.py --model nano " in record["command"]
     assert " --batch-tokens 192 " in record["command"] and "commit" in record["environment"]
     assert record["betas"] == [0.8, 0.95] and record["eps"] == 1e-8
@@ -239,14 +240,31 @@ def test_a_stranger_finds_all_that_repeats_a_run(whole):
 # ---- Weights & Biases ----------------------------------------------------------------------------
 
 
+class Tracked:
+    """A run as trackio has it. W&B's also has define_metric, and its own step can't go back."""
+
+    def __init__(self, logged: list, last_step: int):
+        self.logged, self.last_step = logged, last_step
+
+    def log(self, figures: dict, step: int | None = None):
+        assert step is None or step >= self.last_step, "W&B would drop this"
+        self.logged.append(figures | ({} if step is None else {"step": step}))
+
+
+class TrackedByWandb(Tracked):
+    def define_metric(self, name: str, step_metric: str):
+        assert (name, step_metric) == ("*", "step")
+
+
 @pytest.mark.parametrize("library", ["wandb", "trackio"])
 def test_weights_and_biases_get_the_figures_of_each_step(library, tmp_path, monkeypatch):
     """As one run for a run, also after a resume, but not for the next run in the same folder."""
     started, logged = [], []
 
-    def init(project, **options):
-        started.append({"project": project} | options)
-        return SimpleNamespace(log=lambda figures, step: logged.append(figures | {"step": step}))
+    def init(**options):
+        kind = TrackedByWandb if library == "wandb" else Tracked
+        started.append(options)
+        return kind(logged, 2 * (len(started) - 1) if library == "wandb" else 0)
 
     monkeypatch.setitem(sys.modules, library, SimpleNamespace(init=init))
     monkeypatch.setattr(log_module, "find_spec", lambda name: name == library)
@@ -260,18 +278,19 @@ def test_weights_and_biases_get_the_figures_of_each_step(library, tmp_path, monk
         log.file.close()
     assert logged == [{"loss": 2.5, "grad_norm": 0.5, "step": 1}] * 2
     assert started[0] == started[1] and started[0]["resume"] == "allow"
-    assert (started[0]["project"], started[0]["name"]) == ("train_gpt2", "run")
+    assert started[0]["project"] == "train_gpt2" and started[0]["name"].startswith("run")
     assert started[0]["config"] == {"steps": 3}
     shutil.rmtree(out_dir)
     out_dir.mkdir()
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     start_wandb(out_dir, {}, True)
     assert started[2]["project"] == "mine"
-    assert library == "trackio" or started[2]["id"] != started[0]["id"]
+    key = "id" if library == "wandb" else "name"  # by which it knows a run
+    assert started[2][key] != started[0][key]
 
 
 def test_weights_and_biases_without_an_account_is_one_line(tmp_path, monkeypatch):
-    def init(project, **options):
+    def init(**options):
         raise Exception("No API key configured")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))

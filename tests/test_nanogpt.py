@@ -1,28 +1,31 @@
 """Tests ../support/nanogpt.py: other programs' command lines become ours, in one go."""
 
-import re
 import shlex
 
 import pytest
 
+import sample
 import train_gpt2
 from config import DEFAULTS, read_flags
 from support.ending import UserError
 from support.nanogpt import FOREIGN, check_names
 
-README = (  # nanoGPT's command for a laptop
+LAPTOP = (  # nanoGPT's command for a laptop, behind its config file
     "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12"
     " --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
 )
 CONFIG = """# a comment
 out_dir = 'out-char'
-gradient_accumulation_steps = 5 * 8
+eval_interval = 5 * 50
+gradient_accumulation_steps = 1
 batch_size = 64
+block_size = 256
 wandb_run_name = 'run' + str(time.time())
+beta2 = 0.99
 learning_rate = 1e-3
 min_lr = 1e-4
 dataset = 'shakespeare_char'
-decay_lr = False
+text = 'a' * 'b'
 """
 
 
@@ -33,43 +36,54 @@ def translated(line: str) -> str:
 
 
 def command_in(message: str) -> dict:
-    """The flags of the command that a message names, which must be one of ours."""
-    line = re.search("python train_gpt2.py(.*?)(;|$)", message)[1]
+    """The flags of the command that a message ends with, which must be one of ours."""
+    line = message.partition("train_gpt2.py ")[2]
     return read_flags(shlex.split(line), train_gpt2.__doc__)
 
 
-def test_nanogpts_command_line_is_translated_whole():
-    typed = command_in(translated(README))
-    assert typed == {
-        "device": "cpu", "compile": False, "log_every": 1, "seq_len": 64, "n_layer": 4, "n_head": 4,
-        "n_embd": 128, "steps": 2000, "dropout": 0.0, "batch_tokens": 768, "eval_tokens": 15360,
-    }  # fmt: skip
-
-
-def test_a_config_file_is_read_and_not_executed(tmp_path):
+def test_nanogpts_command_line_is_translated_whole_and_its_config_not_executed(tmp_path):
     (tmp_path / "train_char.py").write_text(CONFIG + "import os; os.remove(__file__)\n")
-    typed = command_in(translated(f"{tmp_path}/train_char.py --block_size=32 --batch_size=2"))
-    assert typed == {
-        "out_dir": "out-char", "learning_rate": 1e-3, "decay_to": 0.1, "schedule": "constant",
-        "data_dir": "data/shakespeare_char", "seq_len": 32, "batch_tokens": 40 * 2 * 32,
+    message = translated(f"{tmp_path}/train_char.py {LAPTOP}")
+    assert command_in(message) == {
+        "model": "gpt2", "muon": False, "device": "cpu", "compile": False, "out_dir": "out-char",
+        "eval_every": 250, "log_every": 1, "seq_len": 64, "n_layer": 4, "n_head": 4, "n_embd": 128,
+        "steps": 2000, "dropout": 0.0, "batch_tokens": 768, "eval_tokens": 15360, "decay_to": 0.1,
+        "learning_rate": 1e-3, "data_dir": "data/shakespeare_char",
     }  # fmt: skip
+    assert "beta2 is 0.95, in make_optimizer" in message and "rate decays" not in message
     assert (tmp_path / "train_char.py").exists()
 
 
+def test_a_config_file_for_an_evaluation_names_what_an_evaluation_takes(tmp_path):
+    (tmp_path / "eval.py").write_text("batch_size = 8\neval_iters = 500\nwandb_log = False\n")
+    line = f"{tmp_path}/eval.py --eval_only=True --init_from=gpt2-xl"
+    typed = command_in(translated(line))
+    assert typed == {"eval_only": True, "init_from": "gpt2-xl", "eval_tokens": 500 * 8 * 1024}
+    (tmp_path / "ours.py").write_text("n_layer = 4\n")
+    assert command_in(translated(f"{tmp_path}/ours.py --steps 9")) == {"n_layer": 4, "steps": 9}
+
+
 CASES = {  # what was typed: what must be in the answer
-    "--bias=False": "the network has biases",
-    "--beta2=0.99": "beta2 is 0.95: change it in make_optimizer",
-    "--wandb_project=mine --wandb_log=True": "--wandb; the environment variable WANDB_PROJECT",
+    "--bias=False": "the network has biases, like OpenAI's",
+    "--beta2=0.99": "beta2 is 0.95, in make_optimizer",
+    "--wandb_project=mine --wandb_log=True": "WANDB_PROJECT=mine",
     "--init_from=resume": "train_gpt2.py --resume",
-    "--init-from scratch": "train_gpt2.py;",
+    "--init-from scratch": "train_gpt2.py",
     "--dtype float16": "--fp16",
     "--dtype=float32": "--no-bf16",
     "--dtype=bfloat16": "--bf16",
     "--lr 3e-4": "--learning-rate 3e-4",
+    "--lr=1e-3 --min_lr=1e-4": "--learning-rate 1e-3 --decay-to 0.1",
+    "--batch_size 4": "sequences per pass are --micro-batch-size",
+    "--decay_lr=False": "--schedule constant --warmup-steps 0",
+    "--max_iters=60 --warmup_iters=100": "--steps 60 --warmup-steps 59",
+    "--max_iters=60 --lr_decay_iters=100": "the rate decays until --steps",
     "--batch_size 4 --sequence_length 64 --total_batch_size 512": "--seq-len 64 --batch-tokens 512"
     " --micro-batch-size 4",
     "--zzz --max_iters=10": "--zzz --steps 10",
-    "--batch_size=x": "no command line of nanoGPT",
+    "--max_iters=10 foo": "foo: flags begin with --",
+    "--batch_size=x": "not a command line of nanoGPT",
+    "--batch_size=inf": "not a command line of nanoGPT",
     "config/none.py --compile=False": "config/none.py can't be read as a config file",
 }
 
@@ -83,9 +97,24 @@ def test_what_it_is_called_elsewhere_is_understood(line):
 def test_our_own_flags_are_no_other_programs():
     assert not FOREIGN & DEFAULTS.keys()
     for line in ("--init-from gpt2-xl", "--prompt dtype", "--steps 5 --no-compile --muon=true"):
-        check_names(line.split(), {*DEFAULTS})
+        check_names(line.split(), {*DEFAULTS}, {*DEFAULTS})
 
 
 def test_switches_take_true_and_false_in_any_case():
     typed = read_flags(["--muon=true", "--compile=False", "--bf16=FALSE", "--prompt=True"], "")
     assert typed == {"muon": True, "compile": False, "bf16": False, "prompt": "True"}
+
+
+SAMPLES = {  # what nanoGPT's sample.py takes: the same in ours
+    "--out_dir=out-char --device=cpu": {"model": "out-char", "device": "cpu"},
+    "--init_from=resume --out_dir=a --dtype=float32 --compile=False": {"model": "a"},
+    "--init_from=gpt2-xl --start=What --num_samples=5 --max_new_tokens=9": {
+        "model": "gpt2-xl", "prompt": "What", "num_samples": 5, "sample_tokens": 9,
+    },
+    "out/a --start x": {"model": "out/a", "prompt": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", SAMPLES)
+def test_sample_py_takes_nanogpts_flags(line):
+    assert sample.read_flags(line.split()) == SAMPLES[line]

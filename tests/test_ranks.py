@@ -39,6 +39,7 @@ def test_a_rank_has_the_gpu_with_its_local_number():
         {"RANK": "0"},
         {"SLURM_NTASKS": "1", "PMI_SIZE": ""},
         ONE | {"SLURM_NTASKS": "2"},  # torchrun on each of two nodes, of which one is left
+        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"},  # the script of a job
     ],
 )
 def test_one_process_is_alone_whatever_its_launcher_sets(env):
@@ -51,6 +52,7 @@ REFUSED = [  # what torchrun sets, GPUs, --device
     ({"SLURM_NTASKS": "4"}, 0, "auto", "SLURM_NTASKS is 4, .*torchrun.*or unset SLURM_NTASKS"),
     ({"OMPI_COMM_WORLD_SIZE": "2", "RANK": ""}, 0, "auto", "OMPI_COMM_WORLD_SIZE is 2"),
     ({"PMI_SIZE": "8"}, 0, "auto", "PMI_SIZE is 8"),
+    ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, 0, "auto", "NTASKS is 2"),
     (ONE | {"RANK": "2", "WORLD_SIZE": "2"}, 0, "auto", "RANK 2 .* WORLD_SIZE 2"),
     (ONE | {"WORLD_SIZE": "0"}, 0, "auto", "RANK 0 .* WORLD_SIZE 0"),
     (ONE | {"LOCAL_RANK": "1e30"}, 0, "auto", "must be integers .*1e30.*: use torchrun"),

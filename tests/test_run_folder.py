@@ -47,14 +47,24 @@ def test_the_newest_run_is_the_one_that_saved_last(tmp_path):
 
 
 def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_path):
-    shutil.copytree(data_dir, tmp_path / "out" / "novel")  # any folder
-    line = [*flags(data_dir=data_dir, steps=3, out_dir="out/novla"), "--resume"]
-    code, out, err = train(line, tmp_path)
-    first = out.splitlines()[0]
-    near = Path("out", "novel")
+    line = [*flags(data_dir=data_dir, steps=3), "--resume"]
+    code, out, err = train([*line, "--out-dir", "out/novel"], tmp_path)
     assert code == 0, err
-    assert first.endswith(f"a new run begins; did you mean {near}?")
-    assert str(Path("out", "novla")) in first and "nothing" not in out.splitlines()[1]
+    new = f"{Path('out', 'novel')} holds no checkpoint to resume from, so a new run begins"
+    assert out.splitlines()[0] == new
+    hint = f"did you mean {re.escape(str(Path('out', 'novel')))}"
+    for name, words in (("out/novla", hint), ("out", "but runs: name one"), ("novel", hint)):
+        code, out, err = train([*line, "--out-dir", name], tmp_path)
+        assert code == 2 and re.search(f"to resume from.*{words}", err) and not out, err
+    assert os.listdir(tmp_path / "out") == ["novel"]
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "out/novel/step_000003" / name, model)
+    code, _, err = train([*line, "--out-dir", "model"], tmp_path)
+    assert code == 2 and "begin a new run with --init-from model" in err
+    code, out, err = train([*flags(data_dir=data_dir, steps=4), "--resume"], tmp_path)
+    assert code == 0 and "resumed after step 3" in out, err  # the only run there is
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -75,8 +75,7 @@ MISTAKES = {
     "--prompt=FILE:nowhere.txt": "--prompt FILE:nowhere.txt can't be read",
     "--learning-rate=3": "unrecognized arguments: --learning-rate=3",
     "--top-k=-1": "--top-k -1 must be at least 0",
-    "--out_dir=out-shakespeare": "--out-dir here is just a name: python sample.py out/book",
-    "--max_new_tokens=5": "--max-new-tokens here is --sample-tokens",
+    "--out_dir=nowhere/run": "nowhere/run: no such file, folder or model",
     "--num-samples=0": "--num-samples 0 must be at least 1",
 }
 

@@ -469,10 +469,10 @@ def test_a_finished_run_that_goes_on_says_what_its_rate_does(schedule, data_dir,
 def test_after_max_hours_a_run_stops_saved_and_the_same_command_goes_on(whole, data_dir, tmp_path):
     line = [*flags(data_dir=data_dir, out_dir="run"), "--resume", "--max-hours"]
     code, out, err = train([*line, "1e-9"], tmp_path)  # nothing is saved yet
-    assert code == 130 and err.endswith("stopped as --max-hours are over\n"), err
+    assert code == 130 and err.endswith("stopped because --max-hours is over\n"), err
     code, out, err = train([*line, "1"], tmp_path, inject=hours_end_in_a_step)
     assert code == 3, err
-    assert "stopped as --max-hours 1 are over after step 6, which is saved; to continue:" in out
+    assert "stopped after step 6, which is saved, because --max-hours 1 is over; to con" in out
     assert json.loads((tmp_path / "run/log.jsonl").read_text().splitlines()[-1])["stopped"] == 6
     assert train([*line, "1"], tmp_path)[0] == 0
     assert digest(tmp_path / "run") == digest(whole[1])
