@@ -8,7 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from dataclasses import make_dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from test_model import TINY, generate, hugging_face, spread, tokens
 import sample as sample_program
 import train_gpt2
 from model import GPT, SHAPES, GPTConfig
+from support import pretrained as pretrained_module
+from support.card import model_card
 from support.checkpoint import save
 from support.files import FolderLock
 from support.pretrained import hf_config, hf_weights, load_weights, read_weights
@@ -370,3 +372,33 @@ def test_a_name_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
     for name in ("\0", "a\0b", "x" * 5000, "a/b/c", "-", " ", "~", "a\nb"):
         assert sample(capsys, name)[0] == 2
     assert not os.listdir()
+
+
+# ---- A changed network ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Changed(GPTConfig):
+    relu2: bool = False
+
+
+def test_a_changed_network_is_refused_for_a_reason_unless_its_change_is_mapped(monkeypatch):
+    """transformers prints an unknown model_type."""
+    monkeypatch.setattr(pretrained_module, "GPTConfig", Changed)
+    shape = Changed(vocab_size=257, seq_len=16, n_layer=1, n_head=1, n_embd=8, relu2=True)
+    plain = replace(shape, relu2=False)
+    state = state_after(3, "bytes")
+    cases = (shape, set(), True), (shape, {"relu2"}, False), (plain, set(), False)
+    for config, mapped, is_changed in cases:
+        monkeypatch.setattr(pretrained_module, "MAPPED", mapped)
+        settings = hf_config(config, "bytes")
+        model = GPT(config)
+        card = model_card(model, state)
+        assert (
+            "GPT-2 changed by relu2=True: see README.md" in settings["model_type"]
+        ) == is_changed
+        assert (settings["model_type"] == "gpt2") == (not is_changed)
+        assert card.startswith("---\nlibrary_name: transformers") == (not is_changed)
+        assert ("with relu2=True, so transformers refuses it" in card) == is_changed
+        saved = sum(tensor.numel() for tensor in hf_weights(model).values())
+        assert f"{saved:,} parameters" in card
