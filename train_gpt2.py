@@ -601,6 +601,8 @@ def set_up_and_train(typed: dict, world: World) -> int:
     # This is a separate function so that run and its DDP are freed before the process group ends.
     name, resume = typed.get("out_dir", ""), typed.get("resume", False)
     lock = FolderLock(world.call_on_main(run_folder.choose_out_dir, name, resume))
+    if resume:
+        world.call_on_main(run_folder.check_nothing_is_meant, lock.folder)
     try:
         run = set_up(typed, lock, world)
         return train(run) if run else ending.DONE

@@ -33,6 +33,9 @@ QUANTITIES = {  # what references have
     "hellaswag_acc": "HellaSwag accuracy",
     "hellaswag_acc_norm_tokens": "HellaSwag accuracy, normalized by tokens",
 }
+# Flags in which runs of the same setting may differ: a machine chooses them, or Muon (beta1).
+OF_THE_MACHINE = {"seed", "beta1", "micro_batch_size", "bf16", "fp16", "tf32", "compile", "flash"}
+OF_THE_MACHINE |= {"fused", "bf16_residual"}
 START = {"model": str, "data_dir": str, "tokenizer": str}  # what we use of a run's first record
 START |= {"n_layer": int, "n_embd": int, "batch_tokens": int}
 SHARDS = {  # how shards or folders are named, for data sets whose reference has another name
@@ -222,8 +225,7 @@ def differing_flags(runs: list[Run]) -> list[str]:
 def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     """Group runs that differ only in their seeds. A group's name has the flags in which it differs
     from others, or is the run's if it has only one."""
-    typed = {name for run in runs for name in run.start.get("typed", run.flags)}
-    names = [name for name in differing_flags(runs) if name != "seed" and name in typed]
+    names = [name for name in differing_flags(runs) if name not in OF_THE_MACHINE]
     groups = defaultdict(list)
     for run in runs:
         groups[", ".join(f"{name} {run.flags.get(name)}" for name in names)].append(run)

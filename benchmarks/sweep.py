@@ -91,6 +91,8 @@ def new_run(name: str, flags: list[str], wanted: list[list[str]]) -> dict:
 def train(run: dict) -> dict:
     """Start or continue a run. Return what it measured, or how it failed."""
     command = [sys.executable, machine.TRAIN, *run["flags"]]
+    # If the folder exists, --resume takes its name for no misspelling of another run's.
+    Path(run["folder"]).mkdir(parents=True, exist_ok=True)
     code, errors = machine.run_quietly([*command, "--resume", f"--out-dir={run['folder']}"])
     if code == 0:
         return figures(plot.read_run(run["folder"]))

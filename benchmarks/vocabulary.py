@@ -28,6 +28,7 @@ def train(text: str, vocabulary: str, steps: int, args) -> dict:
     line += ["--input", text, "--val-fraction", "0.1"] if text else []
     prepare = [machine.REPO / "prepare_data.py", "--data-dir", data, *line]
     flags = [*SCHEDULE.split(), *args.flags, "--steps", steps, "--data-dir", data, "--out-dir", out]
+    out.mkdir(parents=True, exist_ok=True)  # then --resume takes its name for no misspelling
     for command in (prepare, [machine.TRAIN, *flags, "--resume"]):
         code, errors = machine.run_quietly([sys.executable, *map(str, command)])
         if code:

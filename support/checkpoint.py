@@ -32,7 +32,7 @@ from model import GPT
 from support import pretrained
 from support.card import CARD, model_card
 from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
-from support.files import MEAN, FolderLock, did_you_mean, open_regular, read_small, rename, sync
+from support.files import FolderLock, did_you_mean, open_regular, read_small, rename, sync
 from support.run_folder import SUMS, checkpoints, step_of
 from support.tokenizer import Tokenizer, as_json, load_tokenizer
 
@@ -288,8 +288,6 @@ def find_weights(name: str) -> Path:
             raise UserError(f"{name}: there is no such file or folder{did_you_mean(name)}")
         if " " in name:
             raise UserError(f"{name}: there is no such file or folder; is it a --prompt?")
-        if os.path.isdir(Path("out", name)):
-            raise UserError(f"{name} is not there{MEAN}{Path('out', name)}?")
         return pretrained.download(name)
     checkpoint_of_run = newest(path, for_resume=False)
     if checkpoint_of_run is None and (path / SUMS).is_file():

@@ -93,7 +93,8 @@ def print_error(text: str):
     """Print text as one line on stderr. Do not fail if nobody reads stderr any more."""
     line = f"{program}: {printable(' '.join(text.split()))}"
     with suppress(OSError):
-        print(over_brief() + line, file=sys.stderr, flush=True)
+        eraser = over_brief() if sys.stderr.isatty() else ""
+        print(eraser + line, file=sys.stderr, flush=True)
 
 
 def tell_torchrun(text: str):
@@ -203,7 +204,7 @@ def report(error: BaseException) -> int | None:
     elif exit_code is not None:
         text = f"error: {error}"
         if exit_code == DiskError.exit_code and signals.phase is not Phase.STARTING:
-            text += "; what was saved is good: mend the disk, and repeat the command with --resume"
+            text += "; what was saved before is good: when this is mended, go on with --resume"
         print_error(text)
         tell_torchrun(text)
     return exit_code

@@ -14,7 +14,6 @@ from filelock import FileLock
 from support.ending import DiskError, print_error
 
 REPO = Path(__file__).parent.parent
-MEAN = "; did you mean "
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 MAX_SMALL = 1 << 28  # bytes of JSON or a vocabulary; HellaSwag has 2**24
@@ -33,7 +32,7 @@ def did_you_mean(name: str) -> str:
         others = [n for n in os.listdir(path.parent) if re.sub(r"\d", "", n) != letters]
         for other in difflib.get_close_matches(path.name, others, cutoff=0.75):
             if os.path.lexists(path.parent / other / rest):
-                return f"{MEAN}{path.parent / other / rest}?"
+                return f"; did you mean {path.parent / other / rest}?"
     return ""
 
 

@@ -28,6 +28,7 @@ HINTS = {  # what has no flag here: nanoGPT's value that it has, and what to say
 }
 UNUSED = {"wandb_project", "always_save_checkpoint", "backend", "lr_decay_iters", "wandb_run_name"}
 OF_SAMPLE = {"start": "prompt", "max_new_tokens": "sample_tokens"}  # sample.py's
+CONFIG = ".py"  # the name of a config file among the settings
 FOREIGN = {*RENAMED, *COMPUTED, *HINTS, *UNUSED}
 DEFAULTS: dict[str, float] = {"batch_size": 12, "gradient_accumulation_steps": 40}  # nanoGPT's
 DEFAULTS |= {"learning_rate": 6e-4, "min_lr": 6e-5}
@@ -39,9 +40,10 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     has another name here. `known` are the names of our flags, and `known_to_eval` those that an
     evaluation takes."""
     settings = dict(read_settings(argv))
+    config = settings.pop(CONFIG, "")
     foreign = [name for name in settings if name in FOREIGN]
     foreign += [name for name in ["init_from"] if settings.get(name) in ("scratch", "resume")]
-    foreign += [word for word in argv if is_config(word)]
+    foreign += [config] if config else []
     if not foreign:
         return
     if "" in settings:
@@ -50,13 +52,13 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     flags = translate(settings, known)
     is_new = not flags.keys() & {"init_from", "eval_only", "resume", "model"}
     if is_new and len(foreign) > 2:  # a command line of nanoGPT's, not only a slip
-        flags = {"model": "gpt2", "muon": False} | flags
+        flags = {"model": "gpt2", "muon": False, "steps": 600_000} | flags
     if flags.get("eval_only"):
         flags = {name: flags[name] for name in flags if name in known_to_eval or name not in known}
     names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
     line = " ".join([command("train_gpt2.py"), *(typed_as(*flag) for flag in flags.items())])
-    text = "; ".join([f"{names}: other programs' settings", *remarks(settings, flags)])
-    raise UserError(f"{text}. Here, this is the command: {line}")
+    text = "; ".join([f"these are other programs' settings: {names}", *remarks(settings, flags)])
+    raise UserError(f"{text}. The closest command here: {line}")
 
 
 def remarks(settings: dict[str, str], flags: dict) -> list[str]:
@@ -80,22 +82,19 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
     return texts
 
 
-def is_config(word: str) -> bool:
-    return word.endswith(".py") and not word.startswith("--")
-
-
 def read_settings(argv: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the name and value of each setting on a command line and in the config files on it.
-    Other words have no name."""
+    Other words have no name, and that of a config file itself is CONFIG."""
     words = [*argv]
     while words:
         word = words.pop(0)
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            if not equals and words and not words[0].startswith("--") and not is_config(words[0]):
-                value = words.pop(0)
-            yield name.replace("-", "_"), value or "True"
-        elif is_config(word):
+            if not equals:
+                value = words.pop(0) if words and not words[0].startswith("--") else "True"
+            yield name.replace("-", "_"), value
+        elif word.endswith(".py"):
+            yield CONFIG, word
             yield from read_config(Path(word))
         else:
             yield "", word
@@ -142,8 +141,8 @@ def translate(settings: dict[str, str], known: set[str]) -> dict:
     if flags.get("init_from") in ("resume", "scratch"):
         del flags["init_from"]
     try:
-        if int(flags.get("warmup_steps", 0)) >= int(flags.get("steps", 50)):  # nanoGPT takes that
-            flags["warmup_steps"] = int(flags.get("steps", 50)) - 1
+        if "steps" in flags and int(flags.get("warmup_steps", 0)) >= int(flags["steps"]):
+            flags["warmup_steps"] = int(flags["steps"]) - 1  # nanoGPT takes more
         return flags | computed(settings | flags)
     except (ValueError, ArithmeticError) as error:
         raise UserError(f"this is not a command line of nanoGPT: {error}") from error

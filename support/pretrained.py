@@ -156,7 +156,9 @@ def download(name: str) -> Path:
         return Path(folder)
     except Exception as error:  # the library is missing or broken, or the download fails
         problem = f"{name}: no such file, folder or model on the hub ({error!s:.200})"
-        problem += did_you_mean(name)
+        in_out = Path("out", name)
+        near = f"; did you mean {in_out}?" if os.path.isdir(in_out) else did_you_mean(name)
+        problem += near
         cure = "" if find_spec("huggingface_hub") else "pip install huggingface_hub; "
         cure += f"hf download {name} --local-dir {Path(name).name}"
         raise UserError(f"{problem}; on an online machine, run: {cure}") from error

@@ -160,7 +160,10 @@ def process_group(world: World) -> Iterator[None]:
         gc.collect()  # a DDP that outlives the process group aborts the process at exit
         dist.destroy_process_group()
         if world.is_main and sys.exc_info()[0] and not has_agent_store():
-            time.sleep(1)  # this process serves the store, from which the others read the reason
+            # This process serves the store, from which the others read the reason.
+            phase, ending.signals.phase = ending.signals.phase, ending.Phase.LEAVING
+            time.sleep(1)
+            ending.signals.phase = phase
 
 
 def has_agent_store() -> bool:

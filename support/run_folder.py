@@ -1,5 +1,6 @@
 """A run's folder: how it is chosen and taken. docs/reference.md lists its contents."""
 
+import difflib
 import json
 import os
 import re
@@ -9,8 +10,9 @@ from pathlib import Path
 
 from filelock import Timeout
 
+from support.cli import quoted
 from support.ending import UserError
-from support.files import MEAN, FolderLock, did_you_mean, read_small, sync
+from support.files import FolderLock, read_small, sync
 
 LOG, SUMMARY, PICTURE, SUMS = "log.jsonl", "summary.json", "loss.png", "SHA256SUMS"
 WANDB_ID = "wandb_id.txt"
@@ -26,6 +28,15 @@ def checkpoints(out_dir: Path) -> list[Path]:
     paths = out_dir.glob("step_*") if os.path.isdir(out_dir) else []  # the name may be too long
     steps = [path for path in paths if pattern.fullmatch(path.name) and path.is_dir()]
     return sorted(steps, key=step_of, reverse=True)
+
+
+def newest_begun(parent: Path) -> Path | None:
+    """Return the run in a folder whose log was written last, or None if there is no run."""
+    begun = {}
+    for path in parent.glob("*"):
+        with suppress(OSError):
+            begun[path] = (path / LOG).stat().st_mtime
+    return max(begun, key=begun.__getitem__, default=None)
 
 
 def newest_run(parent: Path) -> Path | None:
@@ -45,10 +56,8 @@ def choose_out_dir(name: str, resume: bool) -> Path:
         runs = [p.name for p in Path("out").glob("*") if re.fullmatch("[0-9]{3,9}", p.name)]
         newest = max(map(int, runs), default=0)
         name = f"out/{newest if newest and resume else newest + 1:03d}"
-        name = str(newest_run(Path("out")) or name) if resume else name
+        name = str(newest_begun(Path("out")) or name) if resume else name
     out_dir = Path(name)
-    if resume and not checkpoints(out_dir) and not (out_dir / "state.json").exists():
-        check_nothing_is_meant(out_dir)
     if not os.path.lexists(out_dir):
         return out_dir
     if not out_dir.is_dir():
@@ -75,17 +84,33 @@ def choose_out_dir(name: str, resume: bool) -> Path:
 
 def check_nothing_is_meant(out_dir: Path):
     """Raise UserError if --resume names no run, but something else that the user may mean."""
-    near = did_you_mean(str(out_dir)) or did_you_mean(str(Path("out", out_dir)))
-    if checkpoints(Path("out", out_dir)):
-        near = f"{MEAN}{Path('out', out_dir)}?"
-    below = newest_run(out_dir) if out_dir.is_dir() else None
     text = f"--out-dir {out_dir} holds no checkpoint to resume from"
+    if checkpoints(out_dir):
+        return
+    if all(os.path.exists(out_dir / file) for file in ("config.json", "model.safetensors")):
+        raise UserError(f"{text}, but a model: begin a new run with --init-from {out_dir}")
+    below = newest_run(out_dir)
     if below:
         raise UserError(f"{text}, but runs: name one of them, such as {below}")
-    if near and checkpoints(Path(near.removeprefix(MEAN).removesuffix("?"))):
-        raise UserError(f"{text}{near} Without --resume, a new run begins")
-    if all((out_dir / file).exists() for file in ("config.json", "model.safetensors")):
-        raise UserError(f"{text}, but a model: begin a new run with --init-from {out_dir}")
+    if os.path.lexists(out_dir):  # a run that was killed before its first checkpoint, for example
+        return
+    siblings = sorted(out_dir.parent.glob("*"))
+    meant = [Path("out", out_dir), *(path for path in siblings if is_slip(out_dir.name, path.name))]
+    for path in filter(checkpoints, meant):
+        cure = f"to begin a new run of that name, first type mkdir -p {quoted(str(out_dir))}"
+        raise UserError(f"{text}; did you mean {path}? Else, {cure}")
+
+
+def is_slip(name: str, other: str) -> bool:
+    """Return whether names differ by a slip of the hand in a single word, as novla and novela do.
+    Those of a series, such as run-1 and run-2 or muon=True and muon=False, do not."""
+    words, others = (re.split(r"[-_,=. ]", each) for each in (name, other))
+    pairs = [pair for pair in zip(words, others, strict=False) if pair[0] != pair[1]]
+    if len(words) != len(others) or len(pairs) != 1:
+        return False
+    a, b = (re.sub(r"\d", "", word) for word in pairs[0])
+    similarity = difflib.SequenceMatcher(None, a, b).ratio()
+    return a != b and abs(len(a) - len(b)) <= 1 and similarity >= 0.8
 
 
 def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):

@@ -96,7 +96,7 @@ def test_what_it_is_called_elsewhere_is_understood(line):
 
 def test_our_own_flags_are_no_other_programs():
     assert not FOREIGN & DEFAULTS.keys()
-    for line in ("--init-from gpt2-xl", "--prompt dtype", "--steps 5 --no-compile --muon=true"):
+    for line in ("--init-from gpt2-xl", "--prompt FILE:a.py", "--steps 5 --no-compile --muon=true"):
         check_names(line.split(), {*DEFAULTS}, {*DEFAULTS})
 
 
@@ -111,6 +111,7 @@ SAMPLES = {  # what nanoGPT's sample.py takes: the same in ours
     "--init_from=gpt2-xl --start=What --num_samples=5 --max_new_tokens=9": {
         "model": "gpt2-xl", "prompt": "What", "num_samples": 5, "sample_tokens": 9,
     },
+    "--start= --out_dir=a": {"model": "a", "prompt": ""},
     "out/a --start x": {"model": "out/a", "prompt": "x"},
 }  # fmt: skip
 

@@ -13,7 +13,14 @@ from filelock import FileLock
 import train_gpt2
 from support.ending import UserError
 from support.files import FolderLock
-from support.run_folder import as_size, check_disk_space, choose_out_dir, newest_run, take_folder
+from support.run_folder import (
+    as_size,
+    check_disk_space,
+    choose_out_dir,
+    is_slip,
+    newest_run,
+    take_folder,
+)
 
 
 def test_a_name_that_only_looks_like_a_number_is_no_run(tmp_path, monkeypatch):
@@ -148,6 +155,35 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(FileLock, "acquire", refuse)
     with pytest.raises(UserError, match="can't write to --out-dir"):
         take_folder(tmp_path / "run", FolderLock(tmp_path / "run"), True)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "expected"),
+    [
+        ("novla", "novela", True),
+        ("novella", "novela", True),
+        ("run-1", "run-2", False),
+        ("baseline-a", "baseline-b", False),
+        ("muon=True,seed=1", "muon=False,seed=1", False),
+        ("muon=False,schedule=wsd", "muon=False,schedule=cosine", False),
+        ("124M", "124M-b", False),
+        ("shakespeare-bpe", "shakespeare-char", False),
+        ("shakespaere-bpe", "shakespeare-bpe", True),
+    ],
+)
+def test_a_slip_of_the_hand_is_no_name_of_a_series(name, other, expected):
+    assert is_slip(name, other) == is_slip(other, name) == expected
+
+
+def test_what_was_begun_last_is_resumed_even_if_it_saved_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("out/002/step_000050").mkdir(parents=True)
+    Path("out/book").mkdir()
+    for at, name in enumerate(("002", "book"), 1):
+        Path("out", name, "log.jsonl").touch()
+        os.utime(Path("out", name, "log.jsonl"), (at, at))
+    assert choose_out_dir("", resume=True) == Path("out", "book")
+    assert choose_out_dir("", resume=False) == Path("out", "003")
 
 
 def test_small_sizes_are_said_in_megabytes():
