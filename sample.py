@@ -109,9 +109,9 @@ def show_samples(flags: SampleConfig, prompts: Iterable[str]):
         try:
             config = TrainConfig(**sampling | {"prompt": prompt})
         except UserError as error:  # not UTF-8
-            if not on_terminal:
+            if flags.prompt:
                 raise
-            log.show(str(error))
+            ending.print_error(str(error))  # of this line; the others are continued
             continue
         for number in range(config.num_samples):
             if number or (i and not on_terminal):

@@ -735,7 +735,10 @@ def test_each_line_of_a_pipe_is_a_prompt_and_an_empty_one_begins_a_document(whol
     assert (empty.returncode, empty.stdout) == (0, nothing.stdout)
     strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
     latin = subprocess.run(command, input=b"caf\xe9\n", capture_output=True, timeout=60, env=strict)
-    assert latin.returncode == 0 and b"--prompt is not UTF-8" in latin.stdout, latin.stderr
+    assert latin.returncode == 0 and b"--prompt is not UTF-8" in latin.stderr, latin.stderr
+    assert latin.stdout == b""  # which has samples and nothing else
+    typed = subprocess.run([*command, b"--prompt=caf\xe9"], capture_output=True, timeout=60)
+    assert typed.returncode == 2 and b"error: --prompt is not UTF-8" in typed.stderr
     # A notebook on Windows opens a pipe, and writes nothing into it.
     cell = os.environ | {"JPY_PARENT_PID": "1"}
     with subprocess.Popen(
