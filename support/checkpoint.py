@@ -48,10 +48,6 @@ class DamagedCheckpoint(UserError):
     """A checkpoint file is missing, or does not match its digest."""
 
 
-class IncompleteCheckpoint(UserError):
-    """A checkpoint has good weights, but not what a resume needs."""
-
-
 def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
     """Write a checkpoint into the locked folder, and return its path. Raise DiskError if it can't
     be written."""
@@ -120,11 +116,13 @@ def remove(path: Path):
 
 def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
     """Remove all checkpoints except the newest `keep` and the one with the best validation loss. A
-    checkpoint after `step` is removed, too, because it is damaged and the resume skipped it."""
+    checkpoint after `step` is removed, too, because it is damaged and the resume skipped it, unless
+    it has weights that somebody may want."""
     good = [path for path in checkpoints(out_dir) if step_of(path) <= step]
     best = best_of(good, val_losses)
     for path in checkpoints(out_dir):
-        if path not in good[:keep] and path != best:
+        is_wanted = step_of(path) > step and has_weights_only(path)
+        if path not in good[:keep] and path != best and not is_wanted:
             try:
                 remove(path)
             except OSError as error:  # on Windows, a file in it is open: the next save tries again
@@ -154,18 +152,21 @@ def newest(out_dir: Path, for_resume: bool = True) -> Path | None:
     return None
 
 
+def has_weights_only(path: Path) -> bool:
+    """Return whether a checkpoint has its weights, but lacks something that a resume needs."""
+    missing = {name for name in FOR_RESUME if not os.path.lexists(path / name)}
+    return bool(missing) and not missing & {*WEIGHTS}
+
+
 def verify(path: Path, for_resume: bool = True):
     """Raise DamagedCheckpoint unless every file of a checkpoint has the digest in SHA256SUMS. If it
     is not for a resume, only the weights must be there, because people pass on checkpoints without
-    the rest. If it is, raise IncompleteCheckpoint if only the rest is missing: it must stay, so the
-    run may not go on from the checkpoint before it and rotate it away."""
+    the rest."""
     needed = FOR_RESUME if for_resume else WEIGHTS
     missing = [name for name in needed if not os.path.lexists(path / name)]
-    if missing and not {*missing} & {*WEIGHTS} and os.path.lexists(path):
-        text = f"{path} lacks {', '.join(missing)}, so no run can resume from it: move it away to"
-        raise IncompleteCheckpoint(f"{text} resume from the one before, or use --init-from {path}")
     if missing:
-        raise DamagedCheckpoint(f"{path} lacks {', '.join(missing)}")
+        needs = ", which a resume needs, but not --init-from" if has_weights_only(path) else ""
+        raise DamagedCheckpoint(f"{path} lacks {', '.join(missing)}{needs}")
     file = path / SUMS
     if not os.path.lexists(file):
         return
