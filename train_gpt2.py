@@ -554,11 +554,15 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
         fit.dummy_pass(net, B, config, world)
     report.print_start(run, typed, plan.reasons, state)
     if state and 0 < run.step < config.steps:
-        known = {f.name for f in fields(TrainConfig)} & state["config"].keys()
-        saved_config = replace(config, **{name: state["config"][name] for name in known})
-        old = learning_rate(run.step - 1, saved_config)
-        report.warn_if_rate_jumps(run, old, learning_rate(run.step, config))
+        report.warn_if_rate_jumps(run, last_rate(state, config), learning_rate(run.step, config))
     return run
+
+
+def last_rate(state: dict, config: TrainConfig) -> float:
+    """Return the learning rate of the last step before a checkpoint, by the flags it was saved
+    with."""
+    saved = {name: state["config"][name] for name in asdict(config) if name in state["config"]}
+    return learning_rate(state["step"] - 1, replace(config, **saved))
 
 
 def evaluate_only(typed: dict, world: World) -> int:
