@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -157,13 +158,25 @@ def process_group(world: World) -> Iterator[None]:
         share_reason(error, store)
         raise
     finally:
-        gc.collect()  # a DDP that outlives the process group aborts the process at exit
+        free_networks()
         dist.destroy_process_group()
         if world.is_main and sys.exc_info()[0] and not has_agent_store():
             # This process serves the store, from which the others read the reason.
             phase, ending.signals.phase = ending.signals.phase, ending.Phase.LEAVING
             time.sleep(1)
             ending.signals.phase = phase
+
+
+def free_networks():
+    """Free every DDP, also if an exception is on its way, whose traceback holds the variables of
+    the functions that it has left. A DDP that outlives the process group is the last to hold it:
+    freeing it waits for gloo's threads while it keeps the GIL, which those may need, so that the
+    process hangs; or Python's end aborts the process."""
+    error = sys.exc_info()[1]
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    gc.collect()
 
 
 def has_agent_store() -> bool:

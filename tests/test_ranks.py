@@ -6,12 +6,16 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import finish, flags, free_port, start_ranks
 from test_cli import HOSTILE, refused
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import train_gpt2
 from support import ending, ranks
@@ -129,7 +133,28 @@ def have_no_number(world: World):
     world.end_all(NumericalError(f"seen by rank {world.rank}"))
 
 
+def end_with_network(world: World):
+    net = DDP(nn.Linear(1, 1))
+    destroy, reference = dist.destroy_process_group, weakref.ref(net)
+
+    def destroy_after_network():
+        assert reference() is None, "the group of ranks ends before the network"
+        destroy()
+
+    dist.destroy_process_group = destroy_after_network
+    have_no_number(world)
+
+
+def fail_after_it(world: World):
+    try:
+        end_with_network(world)
+    finally:
+        world.call_on_main(fail)
+
+
 ENDS = [
+    (end_with_network, 4, "seen by rank 0"),
+    (fail_after_it, 7, "none is good"),
     (fail_on_main, 7, "none is good"),
     (differ, 2, "--seed is 1 on rank 1 and 0 on rank 0: all ranks must agree"),
     (have_no_number, 4, "seen by rank 0"),
