@@ -9,15 +9,7 @@ import numpy as np
 
 import dataloader
 from config import TrainConfig
-from dataloader import (
-    TOKEN,
-    VOCAB_SIZES,
-    Shard,
-    ShardError,
-    ShardLoader,
-    TokenFolder,
-    open_folder,
-)
+from dataloader import TOKEN, VOCAB_SIZES, Shard, ShardError, ShardLoader, TokenFolder, open_folder
 from model import SHAPES
 from support.cli import quoted
 from support.ending import UserError
@@ -91,15 +83,13 @@ def check_data(data: TokenFolder, seq_len: int, pretrained: Pretrained | None, v
     """Raise UserError or ShardError if the network, which may have weights, can't read data."""
     for shards in (data.train, data.val):
         ShardLoader(shards, 1, seq_len)  # raises if shards are too short
-    if pretrained and "unknown" not in (pretrained.tokenizer, data.tokenizer):
-        name = pretrained.tokenizer
-        if name != data.tokenizer:
-            holds = f"but {data.folder} holds {data.tokenizer}"
-            text = f"{pretrained.path} knows {name} tokens, {holds}"
-            if name.startswith("alphabet"):
-                raise UserError(f"{text}: name the data by character that it was trained on")
-            cure = quoted(name if name in VOCAB_SIZES else str(pretrained.path))
-            raise UserError(f"{text}: prepare --data-dir with --tokenizer {cure}")
+    name = pretrained.tokenizer if pretrained else "unknown"
+    if pretrained and name != data.tokenizer and "unknown" not in (name, data.tokenizer):
+        text = f"{pretrained.path} knows {name} tokens, but {data.folder} holds {data.tokenizer}"
+        if name.startswith("alphabet"):
+            raise UserError(f"{text}: name the data by character that it was trained on")
+        cure = quoted(name if name in VOCAB_SIZES else str(pretrained.path))
+        raise UserError(f"{text}: prepare --data-dir with --tokenizer {cure}")
     for shard in data.train + data.val:
         # Without a manifest, max_id is only the tokenizer's limit.
         largest = shard.max_id if shard.max_id < vocab_size else largest_id(shard)
