@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import field, fields
 from pathlib import Path
@@ -24,11 +24,6 @@ OnResume = Literal["refuse", "inexact", "allow", "per command"]
 
 PathName = Annotated[str, "a path"]
 PathNames = Annotated[tuple, "paths"]
-# A path may begin with ~, which shells leave as it is in --name=~/...
-PARSERS: dict[Any, Callable[[str], Any]] = {
-    PathName: os.path.expanduser,
-    PathNames: os.path.expanduser,
-}
 
 
 def flag(  # noqa: PLR0913
@@ -112,21 +107,21 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
     description, _, epilog = doc.partition("\n")
     parser = OneLineParser(usage="%(prog)s [flags]", description=description, epilog=epilog)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.argument_default = argparse.SUPPRESS  # so that the result has only what the user typed
     parser.allow_abbrev = False
     parser.synonyms = synonyms
     group: argparse._ActionsContainer = parser
     for f in fields(kind):
         text = f.metadata["help"]
+        # A path may begin with ~, which shells leave as it is in --name=~/...
+        value_type = os.path.expanduser if f.type in (PathName, PathNames) else f.type
+        options = {"type": value_type, "choices": f.metadata["choices"]}
         if f.metadata["group"] == "argument":
             parser.usage = f"%(prog)s [{f.name}] [flags]"
-            kind_of_value = PARSERS.get(f.type, f.type)
-            parser.add_argument(
-                f.name, nargs="?", type=kind_of_value, default=argparse.SUPPRESS, help=text
-            )
+            parser.add_argument(f.name, nargs="?", help=text, **options)
             continue
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        options = {"type": PARSERS.get(f.type, f.type), "choices": f.metadata["choices"]}
         if f.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif f.type is PathNames:
@@ -137,8 +132,7 @@ def parse(kind: type, doc: str, recipes: dict, synonyms: dict, argv: list[str]) 
                 if values.get(f.name, f.default) != f.default:
                     defaults.append(f"{recipe} {values[f.name]}")
             text += f" (default: {'; '.join(defaults)})"
-        # SUPPRESS keeps defaults out of the result, so that it has only what the user typed.
-        group.add_argument(spell(f.name), default=argparse.SUPPRESS, help=text, **options)
+        group.add_argument(spell(f.name), help=text, **options)
     switches = {f.name for f in fields(kind) if f.type is bool}
     typed = vars(parser.parse_args([normalized(arg, switches) for arg in argv]))
     check_limits(kind, typed)
