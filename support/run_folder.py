@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,23 +31,18 @@ def checkpoints(out_dir: Path) -> list[Path]:
     return sorted(steps, key=step_of, reverse=True)
 
 
-def newest_begun(parent: Path) -> Path | None:
-    """Return the run in a folder whose log was written last, or None if there is no run."""
-    begun = {}
-    for path in parent.glob("*"):
-        with suppress(OSError):
-            begun[path] = (path / LOG).stat().st_mtime
-    return max(begun, key=begun.__getitem__, default=None)
+def run_of_newest(paths: Iterable[Path]) -> Path | None:
+    """Return the run in whose folder the path that was written last is, or None without paths."""
+    written = {}
+    for path in paths:
+        with suppress(OSError):  # a live run has just removed it
+            written[path.parent] = path.stat().st_mtime
+    return max(written, key=written.__getitem__, default=None)
 
 
 def newest_run(parent: Path) -> Path | None:
     """Return the run in a folder that has saved a checkpoint last, or None if there is no run."""
-    saved_at = {}
-    for path in parent.glob("*"):
-        for step in checkpoints(path)[:1]:
-            with suppress(OSError):  # a live run has just removed it
-                saved_at[path] = step.stat().st_mtime
-    return max(saved_at, key=saved_at.__getitem__, default=None)
+    return run_of_newest(step for path in parent.glob("*") for step in checkpoints(path)[:1])
 
 
 def choose_out_dir(name: str, resume: bool) -> Path:
@@ -56,7 +52,7 @@ def choose_out_dir(name: str, resume: bool) -> Path:
         runs = [p.name for p in Path("out").glob("*") if re.fullmatch("[0-9]{3,9}", p.name)]
         newest = max(map(int, runs), default=0)
         name = f"out/{newest if newest and resume else newest + 1:03d}"
-        name = str(newest_begun(Path("out")) or name) if resume else name
+        name = str(run_of_newest(Path("out").glob(f"*/{LOG}")) or name) if resume else name
     out_dir = Path(name)
     if not os.path.lexists(out_dir):
         return out_dir
