@@ -10,17 +10,6 @@ pipeline_tag: text-generation
 tags: [gpt2]
 ---
 """
-TEXT = """# A GPT-2
-
-- Shape: {shape}; {params} parameters
-- Vocabulary: {tokens}
-- Training: {training}, on {data}
-
-Validation losses, in nats per token:
-
-{losses}
-
-{load}"""
 LOAD = """```python
 from transformers import pipeline
 
@@ -38,15 +27,20 @@ change, map it in hf_config in support/pretrained.py.
 
 def model_card(model: GPT, state: dict) -> str:
     """Return what the network is, how it was trained, and how to load it."""
-    shape, config, step = model.config, state["config"], state["step"]
-    losses = [f"- After step {k:,}: {v:.4f}" for k, v in list(state["val_losses"].items())[-5:]]
-    text = TEXT.format(
-        shape=f"{shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} channels",
-        params=f"{model.num_elements(list(model.parameters())):,}",
-        tokens=f"{shape.vocab_size:,} tokens ({state['tokenizer']}), {shape.seq_len:,} positions",
-        training=f"{step:,} of {config['steps']:,} steps of {config['batch_tokens']:,} tokens",
-        data=config["data_dir"] or "Python's standard library",
-        losses="\n".join(losses) or "- none yet",
-        load=LOAD_CHANGED.format(", ".join(changes(shape))) if changes(shape) else LOAD,
-    )
-    return text if changes(shape) else TAGS + text
+    shape, config, changed = model.config, state["config"], ", ".join(changes(model.config))
+    size = model.num_elements(list(model.parameters()))
+    steps = f"{state['step']:,} of {config['steps']:,} steps of {config['batch_tokens']:,} tokens"
+    data = config["data_dir"] or "Python's standard library"
+    newest = list(state["val_losses"].items())[-5:]
+    losses = "\n".join(f"- After step {k:,}: {v:.4f}" for k, v in newest) or "- none yet"
+    return f"""{"" if changed else TAGS}# A GPT-2
+
+- Shape: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} channels; {size:,} parameters
+- Vocabulary: {shape.vocab_size:,} tokens ({state["tokenizer"]}), {shape.seq_len:,} positions
+- Training: {steps}, on {data}
+
+Validation losses, in nats per token:
+
+{losses}
+
+{LOAD_CHANGED.format(changed) if changed else LOAD}"""
