@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -58,7 +59,10 @@ class Log:
         if is_due:
             self.print(text)
         elif self.is_main and is_terminal(sys.stdout):
-            show_briefly(text)
+            # It must fit: \r only goes back in a terminal's last row.
+            text = text[: shutil.get_terminal_size().columns - 1]
+            show(text, end="\r")
+            ending.brief = text
 
     def record(self, **fields):
         """Append a record to log.jsonl, and send its numbers to Weights & Biases."""
@@ -83,7 +87,6 @@ class Log:
         self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
 
     def send(self, fields: dict):
-        """Send a record's numbers to Weights & Biases."""
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         if self.wandb_run and "step" in fields and numbers:
             try:
@@ -114,13 +117,6 @@ def show(text: str, end: str = "\n"):
         print(ending.over_brief() + printable(text), end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def show_briefly(text: str):
-    """Show a line until the next one. It must fit: \\r only goes back in a terminal's last row."""
-    text = text[: shutil.get_terminal_size().columns - 1]
-    show(text, end="\r")
-    ending.brief = text
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -163,13 +159,10 @@ def start_wandb(out_dir: Path, config: dict, is_main: bool) -> Any:
         if not file.exists():
             file.write_text(uuid4().hex[:16])
         run_id, name = file.read_text(), out_dir.name
+        library = import_module(tracker())
         if tracker() == "trackio":  # it knows a run by its name
-            import trackio
-
-            return trackio.init(name=f"{name}-{run_id[:6]}", resume="allow", **options)
-        import wandb
-
-        run = wandb.init(name=name, id=run_id, dir=str(out_dir), resume="allow", **options)
+            return library.init(name=f"{name}-{run_id[:6]}", resume="allow", **options)
+        run = library.init(name=name, id=run_id, dir=str(out_dir), resume="allow", **options)
         run.define_metric("*", step_metric="step")
         return run
     except Exception as error:  # both raise many kinds of exceptions
