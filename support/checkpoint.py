@@ -49,8 +49,7 @@ class DamagedCheckpoint(UserError):
 
 
 def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
-    """Write a checkpoint into the locked folder, and return its path. Raise DiskError if it can't
-    be written."""
+    """Write a checkpoint into the locked folder and return its path, or raise DiskError."""
     lock.check()
     path = lock.folder / f"step_{state['step']:06d}"
     unfinished = path.with_name(f"{path.name}.tmp")
@@ -159,9 +158,8 @@ def has_weights_only(path: Path) -> bool:
 
 
 def verify(path: Path, for_resume: bool = True):
-    """Raise DamagedCheckpoint unless every file of a checkpoint has the digest in SHA256SUMS. If it
-    is not for a resume, only the weights must be there, because people pass on checkpoints without
-    the rest."""
+    """Raise DamagedCheckpoint unless every file has its digest in SHA256SUMS. If not for a resume,
+    only the weights must be there, because people pass on checkpoints without the rest."""
     needed = FOR_RESUME if for_resume else WEIGHTS
     missing = [name for name in needed if not os.path.lexists(path / name)]
     if missing:

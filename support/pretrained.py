@@ -22,12 +22,9 @@ from support.tokenizer import load_tokenizer, read_tokenizer
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
 HUB_FILES = ["*.json", "*.safetensors", "merges.txt"]
-WEIGHT_FILES = (  # .bin predates safetensors; an index names the files that hold the tensors
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+# .bin predates safetensors; an index names the files that hold the tensors
+WEIGHT_FILES = ["model.safetensors", "model.safetensors.index.json"]
+WEIGHT_FILES += ["pytorch_model.bin", "pytorch_model.bin.index.json"]
 FOREIGN = {  # the first bytes of files that people mistake for weights, and what those files are
     b"version https://git-lfs": "a pointer of Git LFS: run git lfs pull",
     b"<!doctype": "a web page",
@@ -50,9 +47,8 @@ HF_SETTINGS = {  # the values in config.json that we support, with the default f
     "add_cross_attention": (False,),
     "n_inner": (None,),
 }
-MAPPED: set[str] = (
-    set()
-)  # fields of a changed network that hf_config maps to transformers' settings
+# Fields of a changed network that hf_config maps to transformers' settings.
+MAPPED: set[str] = set()
 OUR_KEY = "train_gpt2"  # our config.json's key for GPTConfig's fields and the tokenizer
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
 # The tokenizer for a vocabulary size. GPT-2's vocabulary may have padding or chat tokens.
@@ -99,11 +95,9 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
     settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     settings["n_ctx"] = config.seq_len  # for llama.cpp's converter
     settings |= {"architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32"}
-    end_of_text = None
     codec = load_tokenizer(tokenizer)
-    if codec:
-        end_of_text = codec.end_of_text
-    elif tokenizer in VOCAB_SIZES:  # gpt2, if its vocabulary is not on this machine
+    end_of_text = codec.end_of_text if codec else None
+    if tokenizer in VOCAB_SIZES:  # gpt2's vocabulary may not be on this machine
         end_of_text = VOCAB_SIZES[tokenizer] - 1
     settings["bos_token_id"] = settings["eos_token_id"] = end_of_text
     settings[OUR_KEY] = {"shape": shape, "tokenizer": tokenizer}
@@ -126,7 +120,7 @@ def changes(config: GPTConfig) -> list[str]:
 def read_weights(path: Path) -> Pretrained:
     """Return the weights in a folder in Hugging Face's format, or in a .pt file like nanoGPT's. A
     file of such a folder stands for the folder."""
-    if path.is_file() and path.name in ("config.json", *WEIGHT_FILES):
+    if path.is_file() and path.name in ["config.json", *WEIGHT_FILES]:
         path = path.parent
     elif path.is_file() and path.suffix == ".safetensors":
         cure = "name a folder with its config.json, in which it is called model.safetensors"
@@ -155,10 +149,9 @@ def download(name: str) -> Path:
             folder = snapshot_download(name, allow_patterns=[*HUB_FILES, "pytorch_model*"])
         return Path(folder)
     except Exception as error:  # the library is missing or broken, or the download fails
-        problem = f"{name}: no such file, folder or model on the hub ({error!s:.200})"
         in_out = Path("out", name)
         near = f"; did you mean {in_out}?" if os.path.isdir(in_out) else did_you_mean(name)
-        problem += near
+        problem = f"{name}: no such file, folder or model on the hub ({error!s:.200}){near}"
         cure = "" if find_spec("huggingface_hub") else "pip install huggingface_hub; "
         cure += f"hf download {name} --local-dir {Path(name).name}"
         raise UserError(f"{problem}; on an online machine, run: {cure}") from error
@@ -238,8 +231,8 @@ def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pret
 
 def renamed(weights: dict) -> dict:
     """Return weights with the names of GPT's parameters."""
-    used = {name: tensor for name, tensor in weights.items() if not name.endswith(UNUSED)}
-    return {f"transformer.{re.sub(WRAPPERS, '', name)}": used[name] for name in used}
+    used = [name for name in weights if not name.endswith(UNUSED)]
+    return {f"transformer.{re.sub(WRAPPERS, '', name)}": weights[name] for name in used}
 
 
 def read_file(path: Path) -> dict:

@@ -25,22 +25,23 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
     record |= {"command": as_typed(run, typed), "preparation": preparation(run.data.folder)}
-    record["data"] = run.data.fingerprint
     record |= {name: run.optimizer.defaults[name] for name in ("betas", "eps")}
-    run.log.record(**record, resumed=run.step if state else None)
+    run.log.record(**record, data=run.data.fingerprint, resumed=run.step if state else None)
     epoch_tokens = len(loader) * loader.T
     num_epochs = config.steps * config.batch_tokens / epoch_tokens
     unused_tokens = sum(shard.num_tokens for shard in loader.shards) - epoch_tokens
     source = "" if config.data_dir else " (Python's own source)"
     decayed, others = run.model.decay_groups()
     num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
+    adamw = "fused AdamW" if config.fused else "AdamW"
+    muon = f"Muon for the blocks' matrices, {adamw} for the rest (--no-muon: all by AdamW)"
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
         f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs:.2f} epochs of"
         f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over",
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
-        f"optimizer: {optimizer(config)}",
+        f"optimizer: {muon if config.muon else adamw}",
         f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
         f"{'flags kept' if state else 'automatic flags'}: {' '.join(untyped_flags(run, typed))}",
@@ -71,22 +72,12 @@ def preparation(folder: Path) -> dict:
     return {name: manifest.get(name) for name in ("input", "flags", "files", "account")}
 
 
-def optimizer(config: TrainConfig) -> str:
-    adamw = "fused AdamW" if config.fused else "AdamW"
-    if config.muon:
-        return f"Muon for the blocks' matrices, {adamw} for the rest (--no-muon: all by AdamW)"
-    return adamw
-
-
 def untyped_flags(run: Run, typed: dict) -> list[str]:
     """Return the flags that differ from their defaults, except those typed on this command line."""
     values = asdict(run.config) | {"micro_batch_size": run.loader.B}
-    flags = []
-    for f in fields(TrainConfig):
-        is_chosen = f.name not in typed and f.metadata["on_resume"] != "per command"
-        if is_chosen and values[f.name] != f.default:
-            flags.append(typed_as(f.name, values[f.name]))
-    return flags
+    kept = [f for f in fields(TrainConfig) if f.metadata["on_resume"] != "per command"]
+    chosen = [f.name for f in kept if f.name not in typed and values[f.name] != f.default]
+    return [typed_as(name, values[name]) for name in chosen]
 
 
 def start_warnings(run: Run, num_epochs: float) -> list[str]:
@@ -136,8 +127,7 @@ def changes_since(state: dict, run: Run) -> list[str]:
 
 
 def warn_if_rate_jumps(run: Run, old: float, new: float):
-    """Say what becomes of the learning rate if a resume with more steps or another schedule raises
-    it."""
+    """Warn if a resume with more steps or another schedule raises the learning rate."""
     if new > 2 * old:
         text = f"the learning rate goes up from {old:.2e} to {new:.2e}, as the new schedule has it"
         run.log.print(f"{text}: the loss may rise at first, and falls again as the rate does")
