@@ -52,14 +52,15 @@ class Shard:
 
     def read_parts(self, starts: list[int], count: int) -> np.ndarray:
         """Return `count` tokens from each start on: (len(starts) * count,) uint16."""
-        content = b""
+        parts = []
         try:
             with open(self.path, "rb", buffering=0) as f:  # twice as fast as np.fromfile
                 for start in starts:
                     f.seek(self.offset + start * TOKEN.itemsize)
-                    content += f.read(count * TOKEN.itemsize)
+                    parts.append(f.read(count * TOKEN.itemsize))
         except OSError as error:
             raise DamagedShard(f"{self.path} can't be read: {error.strerror}") from error
+        content = b"".join(parts)
         if len(content) < len(starts) * count * TOKEN.itemsize:
             end = starts[-1] + count
             raise DamagedShard(f"{self.path} ends before token {end:,}: copy it again")
