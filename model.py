@@ -269,14 +269,22 @@ class GPT(nn.Module):
 
     def chunked_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of x (N, C) with only one chunk's logits in memory, since the logits
-        and their gradient are the largest tensors of a step. backward recomputes each chunk."""
-        chunk = self.compute.loss_chunk_tokens
+        and their gradient are the largest tensors of a step. Each chunk's gradients are computed
+        along with its loss, so that backward need not compute the logits again."""
+        chunk, weight = self.compute.loss_chunk_tokens, self.lm_head.weight
         loss = torch.zeros((), device=x.device)
-        for part, ids in zip(x.split(chunk), targets.split(chunk), strict=True):
-            loss = loss + checkpoint(
-                self.loss, part, ids, "sum", use_reentrant=False, preserve_rng_state=False
-            )
-        return loss / len(x)
+        x_grad, weight_grad = torch.empty_like(x), None
+        for start in range(0, len(x), chunk):
+            part = x[start : start + chunk].detach().requires_grad_()
+            part_loss = self.loss(part, targets[start : start + chunk], "sum")
+            loss += part_loss.detach()
+            if torch.is_grad_enabled():
+                grads = torch.autograd.grad(part_loss, [part, weight])
+                x_grad[start : start + chunk] = grads[0]
+                weight_grad = grads[1] if weight_grad is None else weight_grad.add_(grads[1])
+        if weight_grad is None:
+            return loss / len(x)
+        return LossWithGradients.apply(loss, x, weight, x_grad, weight_grad) / len(x)
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(self.head(x), targets, reduction=reduction)
@@ -301,6 +309,20 @@ class GPT(nn.Module):
             if past == self.config.seq_len:
                 cache, past = {}, 0
                 new = idx[:, -max(1, self.config.seq_len // 2) :]
+
+
+class LossWithGradients(torch.autograd.Function):
+    """Returns a loss whose gradients with respect to x and weight are known."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, x: Tensor, weight: Tensor, x_grad: Tensor, weight_grad: Tensor):
+        ctx.save_for_backward(x_grad, weight_grad)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x_grad, weight_grad = ctx.saved_tensors
+        return None, x_grad * grad, weight_grad.mul_(grad), None, None
 
 
 def sample_token(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
