@@ -374,12 +374,8 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     config, reasons = resolve(typed | {"out_dir": str(out_dir)}, state, pretrained, world.device)
     if lock:
         config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if fractional
-    if (
-        state
-        and "data_dir" not in typed
-        and config.data_dir
-        and not os.path.exists(config.data_dir)
-    ):
+    has_data = not config.data_dir or os.path.exists(config.data_dir)
+    if state and "data_dir" not in typed and not has_data:
         place = "go to the folder in which the run began, or add --data-dir"
         raise UserError(f"the run's --data-dir {config.data_dir} is not here: {place}")
     data, vocab_size = corpus.open_data(config, pretrained)
