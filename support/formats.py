@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, BinaryIO
 
 PIECE = 1 << 18  # characters of text to tokenize at a time
@@ -25,7 +25,7 @@ BLOCK = 1 << 16  # bytes or characters to look at, or to parse, at a time
 HEAD = 8000  # bytes that show what a file is
 LONGEST = 1 << 28  # characters of a record
 JSON_NAMES = (".json", ".jsonl", ".ndjson", ".jl")
-MARKUP_NAMES = (".ipynb", ".xml", ".html", ".htm", ".xhtml", ".svg", ".srt", ".vtt", ".rtf")
+MARKUP_SUFFIX = re.compile(r"\.(json|ipynb|xml|x?html?|svg|srt|vtt|rtf)$")
 MARKUP = re.compile(r"\s*(<!doctype|<html|<\?xml|(\d+\s+)?\d\d:\d\d:\d\d[,.]\d+ --> )", re.I)
 PACKED_NAME = re.compile(r"\.(gz|bz2|xz|zst)$")
 PACKINGS = {b"\x1f\x8b\x08": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}  # Python's modules
@@ -81,11 +81,15 @@ def archive(path: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def sources(path: str) -> list[Source]:
-    if not path.lower().endswith(".zip"):
-        return [Source(path)]
-    archive.cache_clear()
-    return [Source(path, name) for name in archive(path).namelist() if name[-1] != "/"]
+def sources(path: str, text_field: str, encoding: str) -> list[Source]:
+    """Return what a file holds: itself, or the members of a .zip archive."""
+    found = [Source(path)]
+    if path.lower().endswith(".zip"):
+        archive.cache_clear()
+        found = [Source(path, name) for name in archive(path).namelist() if name[-1] != "/"]
+    for source in found:
+        examine(source, text_field, encoding)
+    return found or [Source(path, skipped="an archive without files")]
 
 
 def unpacked(stream: Any) -> Any:
@@ -122,26 +126,22 @@ def examine(source: Source, text_field: str, encoding: str):
 
 def find_encoding(source: Source, head: bytes, encoding: str):
     """Set the encoding of a text and its size, or the reason to skip it."""
-    for mark, name in UNICODE_MARKS.items():
-        if head.startswith(mark) and not source.encoding:
-            source.encoding = name
-    is_binary = head.startswith(NOT_TEXT) or (b"\0" in head and not source.encoding)
-    has_nul_bytes = codecs.lookup(encoding or "utf-8").name.startswith(("utf-16", "utf-32"))
-    if is_binary and not has_nul_bytes:
+    marked = [name for mark, name in UNICODE_MARKS.items() if head.startswith(mark)]
+    source.encoding = encoding or "".join(marked[:1])
+    has_nul_bytes = codecs.lookup(source.encoding or "utf-8").name.startswith(("utf-16", "utf-32"))
+    if (head.startswith(NOT_TEXT) or b"\0" in head) and not has_nul_bytes:
         source.skipped = "not text (if it is, name its --encoding)"
         return
-    source.encoding = encoding or source.encoding
-    if not source.encoding:
-        source.size, damaged, is_utf8 = scan(source)
-        likely = likely_encoding(damaged) if damaged and not is_utf8 else ""
+    source.size, damaged, is_utf8 = scan(source)
+    if damaged and not is_utf8 and not source.encoding:
+        likely = likely_encoding(damaged)
         if likely is None:
             source.skipped = "not text, or in an unknown --encoding"
             return
         source.encoding = likely
-    if source.encoding:
         source.size, damaged, _ = scan(source)
-        if not encoding:
-            source.notes.append(f"assumed {source.encoding}")
+    if source.encoding and not encoding:
+        source.notes.append(f"assumed {source.encoding}")
     if damaged:
         other = "if it has another encoding, name it with --encoding"
         source.notes.append(f"kept, with bytes that are not {source.encoding or 'UTF-8'} ({other})")
@@ -154,19 +154,11 @@ def scan(source: Source) -> tuple[int, bytes, bool]:
     and whether more characters are UTF-8 of several bytes than are damaged."""
     size = num_bad = num_more = 0  # num_more: bytes of a character beyond its first
     sample = b""
-    is_end = False
     with source.opened() as (_, text):
-        decoder = codecs.getincrementaldecoder(text.encoding)(text.errors or "strict")
-        while not is_end:
-            block = bytes(text.buffer.read(BLOCK))
-            is_end = not block
-            if block.isascii() and decoder.getstate()[0] == b"" and not source.encoding:
-                size += len(block)  # ASCII is UTF-8, so there is nothing to decode
-                continue
-            piece = decoder.decode(block, is_end)
+        while piece := text.read(BLOCK):
             content = as_utf8(piece)
             size += len(content)
-            decoded = content.decode(errors="replace")  # a character that is cut becomes one U+FFFD
+            decoded = content.decode(errors="replace")
             num_more += len(content) - len(decoded)
             bad = decoded.count("\ufffd")
             if not source.encoding:
@@ -194,17 +186,17 @@ def likely_encoding(sample: bytes) -> str | None:
         return "" if 8 * num_bad < len(sample) else None
     # Among those with as little chaos as the best, letters decide: how well they suit a language.
     least = min(match.chaos for match in matches) + 0.01
-    coherence = max(match.coherence for match in matches if match.chaos <= least)
-    names: list[str] = []
-    for match in matches:
-        if match.chaos <= least and match.coherence == coherence:
-            names += match.could_be_from_charset
+    calm = [match for match in matches if match.chaos <= least]
+    coherence = max(match.coherence for match in calm)
+    best = [match for match in calm if match.coherence == coherence]
+    names = chain.from_iterable(match.could_be_from_charset for match in best)
     name = min(names, key=ENCODINGS.index)
+
+    def num_letters(name: str) -> int:
+        return sum(map(str.isalpha, sample.decode(name, "replace")))
+
     # Where Windows' encoding differs from ISO's, the wrong one has a sign in place of a letter.
-    num_letters = {}
-    for candidate in (name, ISO.get(name, name)):
-        num_letters[candidate] = sum(map(str.isalpha, sample.decode(candidate, "replace")))
-    return max(num_letters, key=num_letters.__getitem__)
+    return max(name, ISO.get(name, name), key=num_letters)
 
 
 def find_kind(source: Source, text_field: str):
@@ -227,20 +219,16 @@ def find_kind(source: Source, text_field: str):
     elif head.lstrip().startswith("{") and has_objects(source):
         source.kind = "json"
         source.notes.append("assumed JSON Lines")
-    has_markup = MARKUP.match(head) or source.suffix in (".json", *MARKUP_NAMES)
-    if source.kind == "text" and has_markup:
+    if source.kind == "text" and (MARKUP.match(head) or MARKUP_SUFFIX.match(source.suffix)):
         source.notes.append(f"read as text with its markup ({source.suffix})")
 
 
 def has_objects(source: Source) -> bool:
     """Return whether a text is JSON objects and nothing else, and at least two of them."""
-    num_objects = 0
     with source.opened() as (_, text):
-        for value in json_values(text):
-            if not isinstance(value, dict):
-                return False
-            num_objects += 1
-    return num_objects > 1
+        values = json_values(text)
+        first = list(islice(values, 2))
+        return len(first) == 2 and all(isinstance(value, dict) for value in chain(first, values))
 
 
 def json_values(stream: io.TextIOWrapper) -> Iterator[Any]:
@@ -290,68 +278,47 @@ def json_values(stream: io.TextIOWrapper) -> Iterator[Any]:
 QUOTED, ESCAPED, PLAIN = "quotes", 'quotes with \\" in them', "no quotes"
 
 
-class Lines:
-    """The lines of a table, of which those of the current row can be put back."""
-
-    def __init__(self, text: io.TextIOWrapper):
-        self.text = text
-        self.ahead: deque[str] = deque()  # lines that were put back
-        self.taken: list[str] = []  # lines of the current row
-
-    def __iter__(self) -> "Lines":
-        return self
-
-    def __next__(self) -> str:
-        line = self.ahead.popleft() if self.ahead else self.text.readline(LONGEST)
-        if not line:
-            raise StopIteration
-        self.taken.append(line)
-        return line
-
-    def put_back(self):
-        self.ahead.extendleft(reversed(self.taken))
-        self.taken = []
-
-
-def unescaped(line: str) -> str:
-    return line.replace('\\"', '""')
-
-
-def table_rows(text: Any, suffix: str, kinds: tuple) -> Iterator[tuple[Any, int]]:
-    """Yield each row, read with the first of these kinds of quotes that suits it, and the number of
-    its first line. Yield a ValueError for a line that none suits, and go on with the next line."""
+def table_rows(text: Any, suffix: str, kinds: tuple) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each row's first line, and the row, read with the first of these kinds of
+    quotes that suits it, or a ValueError for a line that none suits."""
     csv.field_size_limit(min(LONGEST, 1 << 24))  # a quote that never closes would fill the memory
-    lines = Lines(text)
-    first = next(lines, "")
-    lines.put_back()
+    ahead: deque[str] = deque()  # the lines read so far, from the current row's first one on
+
+    def lines() -> Iterator[str]:
+        yield from ahead
+        while line := text.readline(LONGEST):
+            ahead.append(line)
+            yield line
+
+    first = next(lines(), "")
     # Where the decimal point is a comma, spreadsheets separate cells with semicolons.
     delimiter = ";" if first.count(";") > first.count(",") else ","
     delimiter = "\t" if suffix == ".tsv" else delimiter
-    readers = {
-        QUOTED: csv.reader(lines, delimiter=delimiter, strict=True),
-        ESCAPED: csv.reader(map(unescaped, lines), delimiter=delimiter, strict=True),
-        PLAIN: csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE),
-    }
+    # Made once: for each row, they would take longer than reading it.
+    quoted = csv.reader([], delimiter=delimiter, strict=True).dialect
+    plain = csv.reader([], delimiter=delimiter, quoting=csv.QUOTE_NONE).dialect
     header: list[str] = []
     number = 1
-    while True:
-        row = None
+    while next(lines(), ""):
+        record: Any = ValueError("its number of cells differs from the header's")
+        num_lines = 1
         for quotes in kinds:
+            rest = lines()
+            if quotes == ESCAPED:
+                rest = (line.replace('\\"', '""') for line in rest)
+            reader = csv.reader(rest, plain if quotes == PLAIN else quoted)
             with suppress(csv.Error):
-                row = next(readers[quotes], None)
-            if row is not None and has_header_cells(row, header, delimiter):
-                break
-            lines.put_back()
-            row = None
-        if row is None:
-            if next(lines, None) is None:
-                return
-            yield ValueError("its number of cells differs from the header's"), number
-        elif row and header:
-            yield dict(zip(header, row, strict=False)), number
-        header = header or row or []
-        number += len(lines.taken)
-        lines.taken = []
+                row = next(reader)
+                if has_header_cells(row, header, delimiter):
+                    record = dict(zip(header, row, strict=False))
+                    header = header or row
+                    num_lines = reader.line_num
+                    break
+        if record:  # {} for the header and for an empty line
+            yield number, record
+        number += num_lines
+        for _ in range(num_lines):
+            ahead.popleft()
 
 
 def has_header_cells(row: list[str], header: list[str], delimiter: str) -> bool:
@@ -370,7 +337,7 @@ def quotes_of(source: Source) -> tuple:
     for quotes in kinds:
         with source.opened() as (_, text):
             rows = table_rows(text, source.suffix, (quotes,))
-            if not any(isinstance(row, ValueError) for row, _ in rows):
+            if not any(isinstance(row, ValueError) for _, row in rows):
                 return (quotes,)
     return kinds
 
@@ -394,24 +361,23 @@ def column_rows(stream: Any, kind: str, text_field: str) -> Iterator[dict]:
     name = field_in(names, text_field)
     for batch in batches:
         batch.validate(full=True)  # damage would crash pyarrow
-        for start in range(0, batch.num_rows, 64):
-            rows = batch.slice(start, 64)
-            if name is None:
-                yield from [dict.fromkeys(names)] * rows.num_rows
-            else:
-                yield from ({name: value} for value in rows.column(name).to_pylist())
+        if name is None:
+            yield from [dict.fromkeys(names)] * batch.num_rows
+        else:
+            yield from ({name: value.as_py()} for value in batch.column(name))
 
 
 def records(source: Source, text: Any, text_field: str) -> Iterator[tuple[Any, str]]:
     """Yield each record, and its place. A part that is damaged is a ValueError."""
+    unit = "line" if source.kind == "table" else "record"
     if source.kind == "table":
-        for row, number in table_rows(text, source.suffix, source.quotes):
-            yield row, f"{source}, line {number}"
-        return
-    is_json = source.kind == "json"
-    rows = json_values(text) if is_json else column_rows(text.buffer, source.kind, text_field)
-    for number, record in enumerate(rows, 1):
-        yield record, f"{source}, record {number}"
+        rows = table_rows(text, source.suffix, source.quotes)
+    elif source.kind == "json":
+        rows = enumerate(json_values(text), 1)
+    else:
+        rows = enumerate(column_rows(text.buffer, source.kind, text_field), 1)
+    for number, record in rows:
+        yield record, f"{source}, {unit} {number}"
 
 
 def field_in(names: Iterable[str], text_field: str) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from support.cli import quoted
 from support.ending import DISK_ERRNOS, UserError
 from support.files import did_you_mean
-from support.formats import PIECE, Source, as_utf8, examine, field_in, records, sources
+from support.formats import PIECE, Source, as_utf8, field_in, records, sources
 
 RECORDS_NAME = re.compile(r"\.(jsonl|ndjson|jl|csv|tsv|parquet|arrow)(\.gz|\.bz2|\.xz|\.zst)?$")
 ABOUT_NAME = re.compile(  # what publishers put beside the records of a data set
@@ -74,8 +74,8 @@ def files_in(inputs: Iterable[str], account: Account) -> list[str]:
     files: dict[str, str] = {}  # by real path, to drop duplicates
     for name in inputs:
         path = Path(name)
-        tops = [path] if name else []
-        if name and not os.path.lexists(name):
+        tops = [path] if os.path.lexists(name) else []
+        if name and not tops:
             with suppress(ValueError, OSError):  # an invalid pattern, or a name that is too long
                 # Unlike glob.glob, Path.glob does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
@@ -87,8 +87,8 @@ def files_in(inputs: Iterable[str], account: Account) -> list[str]:
         for file in sorted({*candidates} - {*found}):
             account.skip_file("a broken link, pipe or device", file)
         if not found:
-            what = "there is no such file" + did_you_mean(name)
-            what = "it holds no file" if os.path.lexists(name) else what
+            missing = f"there is no such file{did_you_mean(name)}"
+            what = "it holds no file" if os.path.lexists(name) else missing
             raise UserError(f"--input {quoted(name)}: {what}")
         for file in found:
             first = files.setdefault(os.path.realpath(file), file)
@@ -100,9 +100,12 @@ def files_in(inputs: Iterable[str], account: Account) -> list[str]:
 def files_below(top: str, account: Account) -> list[str]:
     """Return the files in a folder and its subfolders. Leave out hidden ones, links to folders, and
     what lies beside records and is about them."""
-    errors: list[OSError] = []
     files: list[str] = []
-    for folder, names, children in os.walk(top, onerror=errors.append):
+
+    def skip(error: OSError):
+        account.skip_file(f"the folder can't be read: {error.strerror}", str(error.filename))
+
+    for folder, names, children in os.walk(top, onerror=skip):
         for name in sorted(names + children):
             path = os.path.join(folder, name)
             if name[0] == ".":  # .git has many files
@@ -112,8 +115,6 @@ def files_below(top: str, account: Account) -> list[str]:
             elif os.path.islink(path):
                 account.skip_file("a link to a folder", path)
         names[:] = sorted(name for name in names if name[0] != ".")
-    for error in errors:
-        account.skip_file(f"the folder can't be read: {error.strerror}", str(error.filename))
     if any(RECORDS_NAME.search(file.lower()) for file in files):
         for file in sorted(files):
             if ABOUT_NAME.match(os.path.basename(file).lower()):
@@ -169,12 +170,9 @@ class Reader:
             io.TextIOWrapper(io.BytesIO(), self.encoding or "utf-8")
         except (LookupError, ValueError) as error:
             raise UserError(f"--encoding {self.encoding}: {error}") from error
-        if self.text_field == "text":
-            return
         reader = self.again()
-        for _ in reader.documents():
-            if reader.has_field:
-                return
+        if self.text_field == "text" or any(reader.has_field for _ in reader.documents()):
+            return
         if not reader.has_field:
             why = "; ".join(reader.account.lines()) or "leave it out, as no file has records"
             raise UserError(f"--text-field {self.text_field} has no effect: {why}")
@@ -185,13 +183,7 @@ class Reader:
             start = self.position
             try:
                 if path not in self.sources:
-                    found = sources(path)
-                    if not found:
-                        found = [Source(path, skipped="an archive without files")]
-                    for source in found:
-                        if not source.skipped:
-                            examine(source, self.text_field, self.encoding)
-                    self.sources[path] = found
+                    self.sources[path] = sources(path, self.text_field, self.encoding)
                 for source in self.sources[path]:
                     for size, text in self.documents_in(source, start):
                         self.account.documents += size > 0
@@ -236,8 +228,7 @@ class Reader:
         if isinstance(record, dict):
             name = field_in(record, self.text_field)
             if name is None:
-                names = ", ".join(map(str, record))
-                where += f" (its fields: {names}; name one with --text-field)"
+                where += f" (its fields: {', '.join(map(str, record))}; name one with --text-field)"
                 self.account.skip_record(no_text, where)
                 return None
             self.has_field = True
@@ -246,15 +237,12 @@ class Reader:
             self.account.note("assumed a list to be paragraphs", f"{where}, {shown(value)}")
             value = text
         if not isinstance(value, str) or not value:
-            where += f", which holds {shown(value)}"
-            self.account.skip_record(no_text, where)
+            self.account.skip_record(no_text, f"{where}, which holds {shown(value)}")
             return "" if value == "" else None  # an empty text takes a number
-        try:
-            value.encode()
-        except UnicodeEncodeError:
+        whole = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if whole != value:
             self.account.note("kept, with half a surrogate pair as U+FFFD", where)
-            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return value
+        return whole
 
 
 # GPT-2's pattern always begins a token at white space after a visible character, and at the last of
