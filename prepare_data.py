@@ -59,18 +59,11 @@ from dataloader import (
 )
 from support.cli import PathName, PathNames, command, flag, parse, quoted, spell
 from support.cores import num_cores
-from support.ending import DISK_ERRNOS, DiskError, UserError, print_error
+from support.ending import DiskError, RunError, UserError, print_error
 from support.files import LOCK, FolderLock, rename, sync, whole_file
 from support.inputs import PIECE, Account, Reader, files_in, pieces, standard_library
 from support.log import is_terminal, show
-from support.tokenizer import (
-    FILES,
-    TOKENIZERS,
-    Tokenizer,
-    read_tokenizer,
-    require_tokenizer,
-    train_tokenizer,
-)
+from support.tokenizer import FILES, TOKENIZERS, read_tokenizer, require_tokenizer, train_tokenizer
 
 SYNONYMS = {"--out": "--data-dir", "--val-tokens": "--val-fraction"}
 SYNONYMS |= {"--verify": "the command that made the shards, repeated"}
@@ -97,28 +90,31 @@ class PrepareConfig:
     seed: int = flag(1337, "seed for the validation split", min=0)
     workers: int = flag(num_cores(), "tokenizer processes (default: one per core)")
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.data_dir or f"data/stdlib-{Path(self.tokenizer).name}")
-
 
 def parse_args(argv: list[str]) -> PrepareConfig:
-    """Return the flags of a command line. Raise UserError if they can't be combined."""
+    """Return the flags of a command line, with a folder's tokenizer by its own name. Raise
+    UserError if they can't be combined."""
     if argv and not argv[0].startswith("-"):
         raise UserError(f"did you mean --input {quoted(*argv)}?")
     typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
     config = PrepareConfig(**typed)
-    if "vocab_size" in typed and config.tokenizer != "bpe":
+    name = config.tokenizer
+    if "vocab_size" in typed and name != "bpe":
         raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
-    if config.tokenizer not in (*VOCAB_SIZES, "bpe"):
-        folder_tokenizer(config.tokenizer)  # raises if it holds none
-    num_bytes = 0 if config.input else sum(map(os.path.getsize, standard_library()))
-    if not config.input and "val_fraction" not in typed and num_bytes < 20e6:
-        # Debian's Python comes without its tests. A hundredth of it would be three files.
-        config = replace(config, val_fraction=0.05)
+    if name not in (*VOCAB_SIZES, "bpe"):
+        tokenizer = read_tokenizer(Path(name))
+        if not tokenizer or not tokenizer.end:
+            kinds = "bpe, bytes, gpt2, or a folder with vocab.json and merges.txt"
+            raise UserError(f"--tokenizer {name} is none of {kinds}")
+        config = replace(config, tokenizer=tokenizer.name)
     if config.input and not config.data_dir:
         raise UserError("--input needs --data-dir, for example --data-dir data/book")
-    return config
+    if config.input:
+        return config
+    if "val_fraction" not in typed and sum(map(os.path.getsize, standard_library())) < 20e6:
+        # Debian's Python comes without its tests. A hundredth of it would be three files.
+        config = replace(config, val_fraction=0.05)
+    return replace(config, data_dir=config.data_dir or f"data/stdlib-{Path(name).name}")
 
 
 class Batch(NamedTuple):
@@ -146,9 +142,7 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
     parts: dict[str, list] = {"train": [], "val": []}  # each split's next batch
     sizes = {"train": 0, "val": 0}  # bytes in parts
     for is_val, size, text in documents(reader, config):
-        val_start = 0 if is_val else sys.maxsize  # bytes before validation begins
-        if cuts_each:
-            val_start = size * 9 // 10
+        val_start = size * 9 // 10 if cuts_each else size * (not is_val)
         for i, (split, piece) in enumerate(divided(text, val_start)):
             parts[split].append((i == 0, piece))
             sizes[split] += len(piece)
@@ -280,8 +274,6 @@ def open_manifest(path: Path, config: PrepareConfig, digest: str) -> dict:
     texts differ."""
     folder = path.parent
     flags = {name: value for name, value in vars(config).items() if name not in FREE_FLAGS}
-    if config.tokenizer not in (*VOCAB_SIZES, "bpe"):  # a folder, whose files may change
-        flags["tokenizer"] = folder_tokenizer(config.tokenizer).name
     manifest = read_manifest(path) if path.exists() else {}
     shards = manifest["train"]["shards"] + manifest["val"]["shards"] if manifest else []
     if not shards:
@@ -292,8 +284,8 @@ def open_manifest(path: Path, config: PrepareConfig, digest: str) -> dict:
         # Older manifests lack some flags.
         before = manifest.get("flags", {}).get(name, getattr(PrepareConfig, name))
         if before != value:
-            made = f"{folder} was made with {spell(name)} {before}, not {value}"
-            raise UserError(f"{made}: use that, {cure}")
+            text = f"{folder} was made with {spell(name)} {before}, not {value}"
+            raise UserError(f"{text}: use that, {cure}")
     if manifest.get("files") != digest:
         raise UserError(f"{folder} was made from other text: {cure}")
     if path.name == UNFINISHED and manifest.get("format") != FORMAT:
@@ -303,25 +295,6 @@ def open_manifest(path: Path, config: PrepareConfig, digest: str) -> dict:
         if sha256_of(shard.path) != entry["sha256"]:
             raise UserError(f"{shard.path} is damaged: remove {folder}, and repeat the command")
     return manifest
-
-
-def make_tokenizer(reader: Reader, config: PrepareConfig) -> Tokenizer:
-    """Return the tokenizer that the flags name. If it is bpe, train it."""
-    name = config.tokenizer
-    if name in VOCAB_SIZES:
-        return require_tokenizer(name, may_download=True)
-    if name == "bpe":
-        return train_tokenizer(training_text(reader, config), config.vocab_size)
-    return folder_tokenizer(name)
-
-
-def folder_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer in the folder that --tokenizer names. Raise UserError if it has none."""
-    tokenizer = read_tokenizer(Path(name))
-    if not tokenizer or not tokenizer.end:
-        kinds = "bpe, bytes, gpt2, or a folder with vocab.json and merges.txt"
-        raise UserError(f"--tokenizer {name} is none of {kinds}")
-    return tokenizer
 
 
 def training_text(reader: Reader, config: PrepareConfig) -> Iterator[str]:
@@ -341,7 +314,10 @@ def training_text(reader: Reader, config: PrepareConfig) -> Iterator[str]:
 def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
     """Write the tokenizer, the shards that are not in folder yet, and the manifest."""
     begun = manifest.get("tokenizer")  # open_manifest keeps it only if a shard was written
-    tokenizer = (read_tokenizer(folder) if begun else None) or make_tokenizer(reader, config)
+    tokenizer = read_tokenizer(folder) if begun else None
+    if not tokenizer and config.tokenizer == "bpe":
+        tokenizer = train_tokenizer(training_text(reader, config), config.vocab_size)
+    tokenizer = tokenizer or require_tokenizer(config.tokenizer, may_download=True)
     TOKENIZERS[tokenizer.name] = tokenizer
     if begun and begun["name"] != tokenizer.name:
         text = f"{folder} was begun with {begun['name']} tokens, not {tokenizer.name}"
@@ -382,7 +358,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
 def prepare(config: PrepareConfig):
     """Write the shards of config.folder, and its manifest, which is called UNFINISHED until all
     shards are there."""
-    folder = config.folder
+    folder = Path(config.data_dir)
     account = Account()
     files = files_in(config.input, account) if config.input else standard_library()
     # Leave out what this program wrote, which --input . would include.
@@ -425,16 +401,15 @@ def prepare(config: PrepareConfig):
 
 def is_ours(path: Path, folder: Path) -> bool:
     """Return whether this program writes a file with this name into folder."""
-    ours = r"(train|val)_\d{6}\.bin|manifest(\.unfinished)?\.json"
     name = path.name.removesuffix(".tmp")
-    in_folder = os.path.abspath(path.parent) == os.path.abspath(folder)
-    return in_folder and (name in FILES or bool(re.fullmatch(ours, name)))
+    ours = name in (*FILES, MANIFEST, UNFINISHED) or re.fullmatch(r"(train|val)_\d{6}\.bin", name)
+    return bool(ours) and os.path.abspath(path.parent) == os.path.abspath(folder)
 
 
 def check_unused(folder: Path):
     """Raise UserError if folder holds shards or a tokenizer of another program."""
-    names = [path.name for path in folder.glob("*.*")]
-    others = [name for name in names if name in FILES or Path(name).suffix in (".bin", ".npy")]
+    files = folder.glob("*.*")
+    others = [p.name for p in files if p.name in FILES or p.suffix in (".bin", ".npy")]
     if others and not (folder / UNFINISHED).exists():
         text = f"--data-dir {folder} holds {min(others)} but no {MANIFEST}"
         raise UserError(f"{text}: choose another")
@@ -467,24 +442,24 @@ def main(argv: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):  # some terminals can't show every name
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        config = parse_args(sys.argv[1:] if argv is None else argv)
-        prepare(config)
+        prepare(parse_args(sys.argv[1:] if argv is None else argv))
         return ending.DONE
     except KeyboardInterrupt:
         print_error("stopped; repeat the command to continue")
         return ending.INTERRUPTED
     except BrokenProcessPool:
         cure = "for lack of memory? Repeat the command, with fewer --workers"
-        print_error(f"error: a tokenizer process was killed, {cure}")
+        text = f"a tokenizer process was killed, {cure}"
     except ImportError as error:
-        print_error(f"error: {error.name} is missing: pip install {error.name}")
+        text = f"{error.name} is missing: pip install {error.name}"
     except Timeout as error:
-        print_error(f"error: another process is writing to {Path(error.lock_file).parent}")
-    except (UserError, ShardError, OSError) as error:
-        if getattr(error, "errno", None) in DISK_ERRNOS:
+        text = f"another process is writing to {Path(error.lock_file).parent}"
+    except (RunError, ShardError, OSError) as error:
+        if ending.exit_code_of(error) == DiskError.exit_code:
             print_error(f"error: {error}; repeat the command to continue")
             return DiskError.exit_code
-        print_error(f"error: {error}")
+        text = str(error)
+    print_error(f"error: {text}")
     return UserError.exit_code
 
 

@@ -79,25 +79,24 @@ def files_in(inputs: Iterable[str], account: Account) -> list[str]:
             with suppress(ValueError, OSError):  # an invalid pattern, or a name that is too long
                 # Unlike glob.glob, Path.glob does not follow links, which may go in circles.
                 tops = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        candidates: list[str] = []
+        candidates: set[str] = set()
         for top in tops:
             if {part for part in top.parts if part[0] == "."} <= {*path.parts}:
-                candidates += files_below(str(top), account) if os.path.isdir(top) else [str(top)]
-        found = [file for file in sorted(candidates) if os.path.isfile(file)]
-        for file in sorted({*candidates} - {*found}):
-            account.skip_file("a broken link, pipe or device", file)
-        if not found:
-            missing = f"there is no such file{did_you_mean(name)}"
-            what = "it holds no file" if os.path.lexists(name) else missing
+                candidates.update(files_below(top, account) if top.is_dir() else [str(top)])
+        if not any(map(os.path.isfile, candidates)):
+            what = "it holds no file" if tops else f"there is no such file{did_you_mean(name)}"
             raise UserError(f"--input {quoted(name)}: {what}")
-        for file in found:
+        for file in sorted(candidates):
+            if not os.path.isfile(file):
+                account.skip_file("a broken link, pipe or device", file)
+                continue
             first = files.setdefault(os.path.realpath(file), file)
             if first != file:
                 account.skip_file("the same as another file", f"{file} (read as {first})")
     return list(files.values())
 
 
-def files_below(top: str, account: Account) -> list[str]:
+def files_below(top: Path, account: Account) -> list[str]:
     """Return the files in a folder and its subfolders. Leave out hidden ones, links to folders, and
     what lies beside records and is about them."""
     files: list[str] = []
