@@ -12,6 +12,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,11 @@ SHA256 = {  # as in tiktoken_ext/openai_public.py
 WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # vocab.json is text, so each byte is written as a printable character: the one with the same number
 # or, if it is not printable, one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OTHERS = sorted({*range(256)} - {*PRINTABLE})
-BYTES = {chr(byte): byte for byte in PRINTABLE}
-BYTES |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
-ALPHABET = sorted(BYTES, key=BYTES.__getitem__)  # the character of each byte
+UNPRINTABLE = [*range(33), *range(127, 161), 173]
+ALPHABET = [chr(byte) for byte in range(256)]  # the character of each byte
+for i, byte in enumerate(UNPRINTABLE):
+    ALPHABET[byte] = chr(256 + i)
+BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
 
 
 def as_json(value: dict) -> bytes:
@@ -52,7 +53,7 @@ class Tokenizer:
         self.vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
         self.merges = merges
         self.end = end
-        if merges and not end:
+        if end not in vocab and (merges or end is not None):
             raise ValueError("no end of text")
         self.end_of_text = vocab[end] if end else None
         self.size = max(vocab.values()) + 1  # ids are below it
@@ -145,8 +146,7 @@ TOKENIZERS = {"bytes": BYTE_TOKENS}  # loaded so far, by name
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """Load the tokenizer whose files are in folder, if any. Raise UserError if it is of another
-    kind."""
+    """Load the tokenizer in folder, if any. Raise UserError if it is of another kind."""
     try:
         # Path.exists raises an error if the name is too long. AutoTokenizer prefers tokenizer.json.
         if os.path.exists(folder / "tokenizer.json"):
@@ -157,14 +157,20 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
             if merges and merges[0].startswith("#version"):
                 del merges[0]
             vocab |= read_json(folder / "added_tokens.json")
-            if read_json(folder / "tokenizer_config.json").get("add_prefix_space"):
-                raise ValueError("add_prefix_space")
         elif os.path.exists(folder / "meta.pkl"):
             return read_alphabet(folder / "meta.pkl")
         else:
             return None
         merges = [merge for merge in merges if merge]
-        tokenizer = Tokenizer(vocab, merges, end_token(folder, vocab, merges))
+        settings = read_json(folder / "special_tokens_map.json")
+        settings |= read_json(folder / "tokenizer_config.json")
+        if settings.get("add_prefix_space"):
+            raise ValueError("add_prefix_space")
+        end = settings.get("eos_token", END_OF_TEXT)
+        end = end["content"] if isinstance(end, dict) else end
+        if end not in vocab and (merges or end is not None):  # an alphabet has none
+            end = END_OF_TEXT
+        tokenizer = Tokenizer(vocab, merges, end)
     except Exception as error:  # the files may hold anything
         reason = f"{type(error).__name__}: {error!s:.200}"
         raise UserError(f"the tokenizer in {folder} is not a byte-level BPE ({reason})") from error
@@ -176,10 +182,9 @@ def from_tokenizer_json(content: dict) -> tuple[dict[str, int], list[str]]:
     ValueError if it has a setting that changes the tokens of a text."""
     model, split = content["model"], content["pre_tokenizer"]
     added = content.get("added_tokens", [])
-    wrong = [key for key in ("add_prefix_space",) if split.get(key)]
-    wrong += [key for key in ("dropout", "ignore_merges", "end_of_word_suffix") if model.get(key)]
+    keys = "normalizer", "dropout", "ignore_merges", "end_of_word_suffix", "add_prefix_space"
+    wrong = [key for key in keys if (content | model | split).get(key)]
     wrong += [f"added token {token['content']!r}" for token in added if not token.get("special")]
-    wrong += ["normalizer"] if content.get("normalizer") else []
     if (model["type"], split["type"], split.get("use_regex", True)) != ("BPE", "ByteLevel", True):
         wrong += [f"{model['type']} and {split['type']}"]
     if wrong:
@@ -198,35 +203,13 @@ class PlainUnpickler(pickle.Unpickler):
 def read_alphabet(path: Path) -> Tokenizer | None:
     """Load the alphabet of nanoGPT's data by character. Return None if the file holds none, or one
     with other characters than ASCII's, which are more than one byte."""
-    try:
+    with suppress(Exception):  # it may hold anything
         ids = PlainUnpickler(io.BytesIO(read_small(path))).load()["stoi"]
-        vocab = {ALPHABET[one_byte(char)]: int(ids[char]) for char in ids}
-        if len({*vocab.values()}) < len(vocab):
-            return None
-        alphabet = Tokenizer(vocab, [], None)
-    except Exception:  # it may hold anything
-        return None
-    return TOKENIZERS.setdefault(alphabet.name, alphabet)
-
-
-def one_byte(char: str) -> int:
-    """Return the byte of an ASCII character. Raise ValueError if it is something else."""
-    [byte] = char.encode("ascii")
-    return byte
-
-
-def end_token(folder: Path, vocab: dict[str, int], merges: list[str]) -> str | None:
-    """Return the token that separates documents, or None if the vocabulary is an alphabet."""
-    if not merges and read_json(folder / "tokenizer_config.json").get("eos_token", "") is None:
-        return None
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = read_json(folder / name).get("eos_token", "")
-        token = token["content"] if isinstance(token, dict) else token
-        if token in vocab:
-            return token
-    if END_OF_TEXT not in vocab:
-        raise ValueError(f"neither {END_OF_TEXT} nor an eos_token")
-    return END_OF_TEXT
+        vocab = {ALPHABET[ord(char)]: int(ids[char]) for char in ids}
+        if "".join(ids).isascii() and len({*vocab.values()}) == len(vocab):
+            alphabet = Tokenizer(vocab, [], None)
+            return TOKENIZERS.setdefault(alphabet.name, alphabet)
+    return None
 
 
 def read_json(path: Path) -> dict:
@@ -250,20 +233,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(vocab | {END_OF_TEXT: len(vocab)}, merges)
 
 
-def cached_files() -> dict[str, Path]:
-    """Return the paths of GPT-2's files in tiktoken's cache, named by the SHA-1 of their URLs."""
+def missing_vocab() -> list[Path]:
+    """Return the files of GPT-2 that tiktoken's cache, which names them by SHA-1, lacks."""
     folder = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
-    return {name: Path(folder, hashlib.sha1(URLS[name].encode()).hexdigest()) for name in URLS}
-
-
-def missing_vocab() -> list[Path]:
-    return [path for path in cached_files().values() if not path.exists()]
+    paths = [Path(folder, hashlib.sha1(url.encode()).hexdigest()) for url in URLS.values()]
+    return [path for path in paths if not path.exists()]
 
 
 def load_tokenizer(name: str, may_download: bool = False) -> Tokenizer | None:
-    """Return a tokenizer, or None if its files have not been read and are not in tiktoken's
-    cache."""
+    """Return a tokenizer, or None if it has not been read and is not in tiktoken's cache."""
     if name == "gpt2" and name not in TOKENIZERS and (may_download or not missing_vocab()):
         files = openai_files()
         merges = files["merges.txt"].decode().splitlines()[1:]
