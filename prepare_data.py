@@ -38,10 +38,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import numpy as np
 from filelock import Timeout
@@ -117,14 +116,6 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     return replace(config, data_dir=config.data_dir or f"data/stdlib-{Path(name).name}")
 
 
-class Batch(NamedTuple):
-    """About 512 KiB of text from one split, which a worker tokenizes in one call."""
-
-    number: int  # from 1
-    split: str
-    parts: list[tuple[bool, bytes]]  # whether the text begins a document, and the text
-
-
 def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, TextIO]]:
     """Yield each document: whether it is for validation, its size in bytes, and its text. The seed
     and the document's number decide the split. The first document is always for training."""
@@ -134,24 +125,25 @@ def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int
         yield is_val, size, text
 
 
-def batches(reader: Reader, config: PrepareConfig) -> Iterator[Batch]:
-    """Yield all text. If no document is drawn for validation, use the last tenth of each one."""
+def batches(reader: Reader, config: PrepareConfig) -> Iterator[tuple[str, list]]:
+    """Yield all text in batches: the split, and about 512 KiB of text in parts, each with whether
+    it begins a document. If no document is drawn for validation, use the last tenth of each one."""
     drawn = documents(reader.again(), config)
     cuts_each = not any(is_val and size for is_val, size, _ in drawn)
-    numbers = count(1)
-    parts: dict[str, list] = {"train": [], "val": []}  # each split's next batch
+    parts: dict[str, list[tuple[bool, bytes]]] = {"train": [], "val": []}
     sizes = {"train": 0, "val": 0}  # bytes in parts
     for is_val, size, text in documents(reader, config):
-        val_start = size * 9 // 10 if cuts_each else size * (not is_val)
+        val_start = 0 if is_val else size
+        if cuts_each:
+            val_start = size * 9 // 10
         for i, (split, piece) in enumerate(divided(text, val_start)):
             parts[split].append((i == 0, piece))
             sizes[split] += len(piece)
             if sizes[split] >= 2 * PIECE:
-                yield Batch(next(numbers), split, parts[split])
+                yield split, parts[split]
                 parts[split] = []
                 sizes[split] = 0
-    for split in parts:
-        yield Batch(next(numbers), split, parts[split])
+    yield from parts.items()
 
 
 def divided(stream: TextIO, val_start: int) -> Iterator[tuple[str, bytes]]:
@@ -191,23 +183,23 @@ def end_with_parent():
 
 
 def tokenized(
-    todo: Iterator[Batch], name: str, folder: Path, workers: int
-) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Yield each batch with its tokens, in order. The tokenizer of this name is also in folder."""
+    todo: Iterator[tuple[int, str, list]], name: str, folder: Path, workers: int
+) -> Iterator[tuple[int, str, np.ndarray]]:
+    """Yield each batch's number, split and tokens, in order. The tokenizer is also in folder."""
     if workers < 2:
-        for batch in todo:
-            yield batch, tokenize(name, batch.parts)
+        for number, split, parts in todo:
+            yield number, split, tokenize(name, parts)
         return
     # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
     with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder,)) as pool:
         running: list = []
-        for batch in todo:
-            running.append((batch, pool.submit(tokenize, name, batch.parts)))
+        for number, split, parts in todo:
+            running.append((number, split, pool.submit(tokenize, name, parts)))
             if len(running) > 4 * workers + 16:  # keep the workers busy during a write
-                batch, future = running.pop(0)
-                yield batch, future.result()
-        for batch, future in running:
-            yield batch, future.result()
+                number, split, future = running.pop(0)
+                yield number, split, future.result()
+        for number, split, future in running:
+            yield number, split, future.result()
 
 
 class Split:
@@ -224,15 +216,15 @@ class Split:
         # The number of the last batch added, and how many of its tokens are in shards or parts.
         self.end = self.shards[-1]["end"] if self.shards else [0, 0]
 
-    def add(self, batch: Batch, tokens: np.ndarray):
-        """Add the tokens of a batch, except those already in shards. Write each shard once full."""
-        start = self.end[1] if self.end[0] == batch.number else 0
+    def add(self, number: int, tokens: np.ndarray):
+        """Add a batch's tokens, except those already in shards. Write each shard once full."""
+        start = self.end[1] if self.end[0] == number else 0
         while start < len(tokens):
             part = tokens[start : start + self.shard_tokens - self.num_tokens]
             self.parts.append(part)
             self.num_tokens += len(part)
             start += len(part)
-            self.end = [batch.number, start]
+            self.end = [number, start]
             if self.num_tokens == self.shard_tokens:
                 self.finish_shard()
 
@@ -302,9 +294,9 @@ def training_text(reader: Reader, config: PrepareConfig) -> Iterator[str]:
     rng = random.Random(config.seed)
     share = SAMPLE_BYTES / (1 + sum(size for size, _ in reader.again().documents()))
     num_bytes = 0
-    for batch in batches(reader.again(), config):
-        if batch.split == "train" and rng.random() < share:
-            for _, text in batch.parts:
+    for split, parts in batches(reader.again(), config):
+        if split == "train" and rng.random() < share:
+            for _, text in parts:
                 yield text.decode(errors="replace")
                 num_bytes += len(text)
         if num_bytes >= SAMPLE_BYTES:
@@ -328,23 +320,23 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
         "vocab_size": tokenizer.size,
         "end_of_text": tokenizer.end_of_text,
     }
-    # Without a manifest, check_unused would take the other files for another program's.
+    # Without a manifest, a repeated command would take the other files for another program's.
     write_manifest(folder / UNFINISHED, manifest)
     for name, content in tokenizer.files().items():
         with whole_file(folder / name) as file:
             file.write(content)
     splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
-    ends = {name: split.end[0] for name, split in splits.items()}
     # Batches that are already in shards are read, because a document's number decides its split,
     # but not tokenized. Of the last one, only a part may be in a shard.
-    todo = (batch for batch in batches(reader, config) if batch.number >= ends[batch.split])
+    numbered = enumerate(batches(reader, config), 1)
+    todo = ((n, name, parts) for n, (name, parts) in numbered if n >= splits[name].end[0])
     total = sum(map(os.path.getsize, reader.files))
     # Bytes take no time, and a small text takes less time than starting a process. On Windows, a
     # pool can't have more than 61 processes.
     workers = min(config.workers, 61) if tokenizer.merges and total > MIN_FOR_WORKERS else 1
     with tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar:
-        for batch, tokens in tokenized(todo, tokenizer.name, folder, workers):
-            splits[batch.split].add(batch, tokens)
+        for number, name, tokens in tokenized(todo, tokenizer.name, folder, workers):
+            splits[name].add(number, tokens)
             bar.update(reader.position - bar.n)
     for name, split in splits.items():
         if not split.shards and split.num_tokens < 2:  # 2: an input and its target
@@ -356,8 +348,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
 
 
 def prepare(config: PrepareConfig):
-    """Write the shards of config.folder, and its manifest, which is called UNFINISHED until all
-    shards are there."""
+    """Write shards and their manifest, which is called UNFINISHED until all shards are there."""
     folder = Path(config.data_dir)
     account = Account()
     files = files_in(config.input, account) if config.input else standard_library()
@@ -369,7 +360,11 @@ def prepare(config: PrepareConfig):
     digest = hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
     lock = FolderLock(folder)
     if not (folder / MANIFEST).exists():
-        check_unused(folder)
+        others = [p.name for p in folder.glob("*.*") if p.suffix in (".bin", ".npy")]
+        others += [name for name in FILES if (folder / name).exists()]
+        if others and not (folder / UNFINISHED).exists():
+            text = f"--data-dir {folder} holds {min(others)} but no {MANIFEST}"
+            raise UserError(f"{text}: choose another")
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
         # Another process that prepares the default data writes the same shards, so wait for it.
@@ -404,15 +399,6 @@ def is_ours(path: Path, folder: Path) -> bool:
     name = path.name.removesuffix(".tmp")
     ours = name in (*FILES, MANIFEST, UNFINISHED) or re.fullmatch(r"(train|val)_\d{6}\.bin", name)
     return bool(ours) and os.path.abspath(path.parent) == os.path.abspath(folder)
-
-
-def check_unused(folder: Path):
-    """Raise UserError if folder holds shards or a tokenizer of another program."""
-    files = folder.glob("*.*")
-    others = [p.name for p in files if p.name in FILES or p.suffix in (".bin", ".npy")]
-    if others and not (folder / UNFINISHED).exists():
-        text = f"--data-dir {folder} holds {min(others)} but no {MANIFEST}"
-        raise UserError(f"{text}: choose another")
 
 
 def summary(reader: Reader) -> str:
