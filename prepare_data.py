@@ -66,7 +66,7 @@ from support.tokenizer import FILES, TOKENIZERS, read_tokenizer, require_tokeniz
 
 SYNONYMS = {"--out": "--data-dir", "--val-tokens": "--val-fraction"}
 SYNONYMS |= {"--verify": "the command that made the shards, repeated"}
-FORMAT = 2  # of manifests; a change of what a batch holds needs a new number
+FORMAT = 3  # of manifests; a change of what a batch holds needs a new number
 FREE_FLAGS = "input", "data_dir", "workers"  # a repeated command may change these
 MIN_FOR_WORKERS = 1 << 22  # bytes of input
 SAMPLE_BYTES = 1 << 24  # of text to train a tokenizer on
@@ -78,9 +78,7 @@ class PrepareConfig:
     data_dir: PathName = flag(
         "", "folder to write (default: data/stdlib-TOKENIZER; --input needs one)"
     )
-    tokenizer: PathName = flag(
-        "bpe", "bpe (trained on the text), bytes, gpt2, or a folder with one"
-    )
+    tokenizer: PathName = flag("bpe", "bpe (trained on the text), bytes, gpt2 or a folder with one")
     vocab_size: int = flag(4096, "bpe: the number of tokens", min=258, max=1 << 16)
     text_field: str = flag("text", "field of a record that holds its text")
     encoding: str = flag("", "encoding of all texts (default: found for each file)")

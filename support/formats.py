@@ -105,9 +105,6 @@ def unpacked(stream: Any) -> Any:
     return stream
 
 
-# ---- Formats -------------------------------------------------------------------------------------
-
-
 def examine(source: Source, text_field: str, encoding: str):
     """Find the format of a source. If encoding is "", find the encoding, too."""
     with source.opened() as (_, text):
@@ -272,8 +269,6 @@ def json_values(stream: io.TextIOWrapper) -> Iterator[Any]:
         yield value
         at = end
 
-
-# ---- Records -------------------------------------------------------------------------------------
 
 QUOTED, ESCAPED, PLAIN = "quotes", 'quotes with \\" in them', "no quotes"
 

@@ -56,9 +56,6 @@ class Account:
         return [f"{what}: {n:,}, the first: {where}" for what, (n, where) in self.notes.items()]
 
 
-# ---- Files ---------------------------------------------------------------------------------------
-
-
 def standard_library() -> list[str]:
     """Return the standard library's .py files: 30 MB that every machine has."""
     files: list[str] = []
@@ -142,9 +139,6 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(map(str, value))}}}"
     return "null" if value is None else type(value).__name__
-
-
-# ---- Documents -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -253,19 +247,13 @@ BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^
 def pieces(stream: TextIO) -> Iterator[bytes]:
     """Yield a document in pieces of about PIECE characters, to take little memory. No token spans a
     cut, so the pieces have the same tokens as the whole document."""
-    parts: list[bytes] = []  # of the piece, before `text`
-    size = 0  # of parts
-    text = block = as_utf8(stream.read(PIECE))
-    while block:
-        block = as_utf8(stream.read(PIECE))
+    text = bytearray()
+    while block := as_utf8(stream.read(PIECE)):
+        start = max(PIECE, len(text) - 1)  # BOUNDARY looks at two bytes
         text += block
-        cut = BOUNDARY.search(text, max(PIECE - size, len(text) - len(block) - 1))
-        at = cut.start() if cut else max(0, len(text) - 2)  # BOUNDARY looks at two bytes
-        parts.append(text[:at])
-        size += at
-        text = text[at:]
+        cut = BOUNDARY.search(text, start)
         if cut:
-            yield b"".join(parts)
-            parts, size = [], 0
-    if parts or text:
-        yield b"".join(parts) + text
+            yield bytes(text[: cut.start()])
+            del text[: cut.start()]
+    if text:
+        yield bytes(text)
