@@ -89,8 +89,7 @@ class PrepareConfig:
 
 
 def parse_args(argv: list[str]) -> PrepareConfig:
-    """Return the flags of a command line, with a folder's tokenizer by its own name. Raise
-    UserError if they can't be combined."""
+    """Return the flags of a command line. Raise UserError if they can't be combined."""
     if argv and not argv[0].startswith("-"):
         raise UserError(f"did you mean --input {quoted(*argv)}?")
     typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
@@ -260,8 +259,7 @@ def sha256_of(path: Path | str) -> str:
 
 
 def open_manifest(path: Path, config: PrepareConfig, digest: str) -> dict:
-    """Return the manifest at path, or a new one. Raise UserError if its flags or the digest of all
-    texts differ."""
+    """Return the manifest at path, or a new one. Raise UserError if its flags or text differ."""
     folder = path.parent
     flags = {name: value for name, value in vars(config).items() if name not in FREE_FLAGS}
     manifest = read_manifest(path) if path.exists() else {}

@@ -63,16 +63,17 @@ class Tokenizer:
         # tiktoken merges in the order of ranks and returns ranks. Other ids have another order.
         ranks: dict[bytes, int] = {}
         ids: list[int] = []
+        byte_of = BYTES.__getitem__
         alphabet = ALPHABET if end else [char for char in ALPHABET if char in vocab]
         merged = [*alphabet, *(merge.replace(" ", "", 1) for merge in merges)]
         for token in merged:
-            content = self.tokens[vocab[token]] = as_bytes(token)
+            content = self.tokens[vocab[token]] = bytes(map(byte_of, token))
             if ranks.setdefault(content, len(ranks)) == len(ids):
                 ids.append(vocab[token])
         self.ids = np.array(ids, np.uint16)  # by rank
         for token in vocab.keys() - {*merged}:  # special ones, which may hold other characters
             is_bytes = BYTES.keys() >= {*token}
-            self.tokens[vocab[token]] = as_bytes(token) if is_bytes else token.encode()
+            self.tokens[vocab[token]] = bytes(map(byte_of, token)) if is_bytes else token.encode()
         # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
         self.lengths = np.zeros(1 << 16, np.int64)
         self.lengths[: self.size] = [len(token) for token in self.tokens]
@@ -86,10 +87,7 @@ class Tokenizer:
 
             # Without any special token, tiktoken would look for an empty one at each character.
             self.encoding = tiktoken.Encoding(
-                self.name,
-                pat_str=WORD,
-                mergeable_ranks=ranks,
-                special_tokens={end: len(ranks)},
+                self.name, pat_str=WORD, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
             )
 
     def encode_bytes(self, text: bytes) -> np.ndarray:
@@ -130,11 +128,6 @@ class Tokenizer:
             "merges.txt": merges.encode(),
             "tokenizer_config.json": as_json(config),
         }
-
-
-def as_bytes(token: str) -> bytes:
-    """Return the bytes of a token in vocab.json. Raise KeyError if it is not byte-level."""
-    return bytes(map(BYTES.__getitem__, token))
 
 
 NAMES = {  # of SHA-256
@@ -218,17 +211,10 @@ def read_json(path: Path) -> dict:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a BPE with up to vocab_size tokens on texts. The same texts give the same tokenizer."""
-    from tokenizers import Tokenizer as HuggingFaceTokenizer
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from tokenizers.trainers import BpeTrainer
+    from tokenizers import ByteLevelBPETokenizer  # splits words by GPT-2's pattern
 
-    bpe = HuggingFaceTokenizer(BPE())
-    bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)  # splits words by GPT-2's pattern
-    trainer = BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=ByteLevel.alphabet(), show_progress=False
-    )
-    bpe.train_from_iterator(texts, trainer)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size - 1, min_frequency=0, show_progress=False)
     vocab, merges = from_tokenizer_json(json.loads(bpe.to_str()))
     return Tokenizer(vocab | {END_OF_TEXT: len(vocab)}, merges)
 
