@@ -249,7 +249,7 @@ def pieces(stream: TextIO) -> Iterator[bytes]:
     cut, so the pieces have the same tokens as the whole document."""
     text = bytearray()
     while block := as_utf8(stream.read(PIECE)):
-        start = max(PIECE, len(text) - 1)  # BOUNDARY looks at two bytes
+        start = max(PIECE, len(text) - 1)  # BOUNDARY looks at the byte behind
         text += block
         cut = BOUNDARY.search(text, start)
         if cut:
