@@ -279,9 +279,9 @@ class GPT(nn.Module):
             part_loss = self.loss(part, targets[start : start + chunk], "sum")
             loss += part_loss.detach()
             if torch.is_grad_enabled():
-                grads = torch.autograd.grad(part_loss, [part, weight])
-                x_grad[start : start + chunk] = grads[0]
-                weight_grad = grads[1] if weight_grad is None else weight_grad.add_(grads[1])
+                x_grad[start : start + chunk], grad = torch.autograd.grad(part_loss, [part, weight])
+                weight_grad = grad if weight_grad is None else weight_grad.add_(grad)
+                del grad, part_loss
         if weight_grad is None:
             return loss / len(x)
         return LossWithGradients.apply(loss, x, weight, x_grad, weight_grad) / len(x)
