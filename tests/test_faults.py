@@ -848,14 +848,17 @@ def test_a_run_writes_only_into_the_folder_that_it_has_locked(trial, moment, ran
     trial.goes_on(ranks)
 
 
+PAUSE_S = 9  # three limits of the watchdog; a busy machine may hold a process up for one second
+
+
 def stop_all(moment: str, rank: int):
     """Injection: all ranks are stopped for three limits of the watchdog."""
-    train_gpt2.ending.TIMEOUT_S = 1
+    train_gpt2.ending.TIMEOUT_S = PAUSE_S / 3
     Path(f"pid{rank}").write_text(str(os.getpid()))
 
     def act(*_):
         pids = " ".join(path.read_text() for path in Path().glob("pid*"))
-        subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 3; kill -CONT {pids}"])
+        subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep {PAUSE_S}; kill -CONT {pids}"])
         time.sleep(0.5)
 
     before(*MOMENTS[moment], act, 0, rank)
@@ -868,8 +871,8 @@ def test_a_pause_is_no_hang(moment, ranks, trial):
 
 def save_slowly(rank: int):
     """Injection: a save on a slow disk takes three limits of the watchdog."""
-    train_gpt2.ending.TIMEOUT_S = 1
-    before("checkpoint.save", 2, lambda *_: time.sleep(3), 0, rank)
+    train_gpt2.ending.TIMEOUT_S = PAUSE_S / 3
+    before("checkpoint.save", 2, lambda *_: time.sleep(PAUSE_S), 0, rank)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -879,10 +882,10 @@ def test_a_slow_disk_is_no_hang(ranks, trial):
 
 def hold_output(rank: int):
     """Injection: for three limits of the watchdog nobody reads the output, as with `less`."""
-    train_gpt2.ending.TIMEOUT_S = 1
+    train_gpt2.ending.TIMEOUT_S = PAUSE_S / 3
     os.dup2(sys.stderr.fileno(), 2)
     reader, writer = os.pipe()
-    subprocess.Popen(["sh", "-c", "sleep 3; cat > read"], stdin=reader)
+    subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; cat > read"], stdin=reader)
     os.close(reader)
     sys.stdout = open(writer, "w")
     os.dup2(writer, 1)
