@@ -54,7 +54,9 @@ class TrainConfig:
     steps: int = flag(50, "steps (without --data-dir: up to 240)", min=1, group="optimization")
     # 375 million tokens, as in GPT-3.
     warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
-    learning_rate: float = flag(6e-4, "peak of AdamW's learning rate; Muon's depends on --n-embd")
+    learning_rate: float = flag(
+        6e-4, "peak learning rate (with Muon, the default depends on --n-embd)"
+    )
     schedule: str = flag("cosine", "learning rate after the warm-up", "allow", SCHEDULES)
     decay_to: float = flag(0.1, "final rate of cosine and wsd, as a fraction of the peak", max=1)
     decay_share: float = flag(0.2, "wsd: the final decay, as a fraction of the steps", max=1)
@@ -113,6 +115,9 @@ class TrainConfig:
         names = [f.name for f in fields(GPTConfig) if f.name != "vocab_size"]
         known = [*names, *(f.name for f in fields(ComputeConfig))]
         group = ""
+        for name in known:
+            if not hasattr(self, name):
+                raise TypeError(f"{name} is no field of TrainConfig, so it has no flag")
         for f in fields(TrainConfig):
             group = f.metadata["group"] or group
             if group == "network" and f.name not in known:

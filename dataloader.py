@@ -141,7 +141,8 @@ def open_folder(path: Path, tokenizer: str = "", vocab_size: int = 1 << 16) -> T
     assumed to hold tokens of `tokenizer` (GPT-2's if there is no name). Raise ShardError if a split
     has no shards."""
     new = path.with_suffix("") if path.suffix else path
-    cure = f"python {PREPARE} --input YOUR_TEXT --data-dir {new} makes one"
+    text = path if os.path.isfile(path) else "YOUR_TEXT"
+    cure = f"python {PREPARE} --input {text} --data-dir {new} makes one"
     if not os.path.isdir(path):
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
     if (path / MANIFEST).is_file():  # reading a pipe would wait forever

@@ -322,6 +322,7 @@ class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x_grad, weight_grad = ctx.saved_tensors
+        # In place, as the weight's is large; torch refuses a second backward, which would be wrong.
         return None, x_grad * grad, weight_grad.mul_(grad), None, None
 
 

@@ -99,9 +99,12 @@ def parse_args(argv: list[str]) -> PrepareConfig:
         raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
     if name not in (*VOCAB_SIZES, "bpe"):
         tokenizer = read_tokenizer(Path(name))
-        if not tokenizer or not tokenizer.end:
+        if not tokenizer:
             kinds = "bpe, bytes, gpt2, or a folder with vocab.json and merges.txt"
             raise UserError(f"--tokenizer {name} is none of {kinds}")
+        if not tokenizer.end:
+            text = "has no end of text, which separates documents"
+            raise UserError(f"--tokenizer {name} {text}: use bytes or bpe")
         config = replace(config, tokenizer=tokenizer.name)
     if config.input and not config.data_dir:
         raise UserError("--input needs --data-dir, for example --data-dir data/book")
@@ -407,12 +410,16 @@ def summary(reader: Reader) -> str:
 
 def report(folder: Path, manifest: dict):
     """Print what folder holds, and what became of the input."""
+    num_tokens = {}
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
-        tokens = sum(entry["tokens"] for entry in shards)
+        tokens = num_tokens[split] = sum(entry["tokens"] for entry in shards)
         num_documents = sum(entry.get("documents", 1) for entry in shards)
         documents = num_documents or "the last tenth of each, since there are too few to draw one"
         show(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
+    if num_tokens["val"] < min(2000, num_tokens["train"] / 10):
+        text = f"{num_tokens['val']:,} tokens are too few to tell how good a network is"
+        show(f"{text}: prepare with --val-fraction 0.1 and another --data-dir")
     ready = f"ready: {command('train_gpt2.py', '--data-dir', str(folder))}"
     for line in [*manifest.get("account", []), ready]:
         show(line.replace("\n", " "))

@@ -45,7 +45,7 @@ from support.cli import spell, typed_as
 from support.ending import NumericalError, Phase, UserError, signals
 from support.files import FolderLock, did_you_mean
 from support.muon import MuonAdamW
-from support.pretrained import Pretrained, load_weights, read_weights
+from support.pretrained import Pretrained, formula, load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
 from support.run import Run, draw, finish, restore, save, stop, update_card, vote_to_stop
 
@@ -218,6 +218,8 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
         f" no update; step {run.step} is saved"
     )
     cure = f"try --resume with a --learning-rate below {config.learning_rate}"
+    if run.step == 0:
+        cure = "the weights are the initial ones, so look at the network, its loss and the data"
     if math.isfinite(loss) and run.world.device.type == "cuda" and config.flash:
         # cuDNN's attention was the cause in kyutai-labs/pocket-tts#264.
         cure += "; if that does not help, try TORCH_CUDNN_SDPA_DEPRIORITIZED=1, which avoids cuDNN"
@@ -378,13 +380,14 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     if state and "data_dir" not in typed and not has_data:
         place = "go to the folder in which the run began, or add --data-dir"
         raise UserError(f"the run's --data-dir {config.data_dir} is not here: {place}")
-    data, vocab_size = corpus.open_data(config, pretrained)
+    begun_with = state["data"] if state and lock else ""
+    data, vocab_size = corpus.open_data(config, pretrained, begun_with)
     config, measured = choices.choose(config, asked_flags(typed, state, world.device), world)
     if lock and config.wandb:
         log.tracker()
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
-        check_same_run(state, config, data)
+        check_same_run(state, config)
     if lock and typed.get("resume") and not state:
         log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins")
     start = pretrained.path if pretrained else None
@@ -403,7 +406,8 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | No
         return checkpoint.read_newest(init_from), None
     if path is None and eval_only:
         cure = "name a run with --out-dir, or weights with --init-from"
-        raise UserError(f"no checkpoint in {out_dir}: {cure}{did_you_mean(str(out_dir))}")
+        cure += did_you_mean(str(out_dir), "out")
+        raise UserError(f"no checkpoint in {out_dir}: {cure}")
     if path is None:
         return None, None
     try:
@@ -414,8 +418,8 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | No
         return find_start(typed, out_dir)  # a live run, which we evaluate, has just removed it
 
 
-def check_same_run(state: dict, config: TrainConfig, data: TokenFolder):
-    """Raise UserError if flags or data would turn the saved run into a different one."""
+def check_same_run(state: dict, config: TrainConfig):
+    """Raise UserError if flags would turn the saved run into a different one."""
     for f in fields(TrainConfig):
         saved = state["config"].get(f.name, f.default)
         current = getattr(config, f.name)
@@ -423,9 +427,6 @@ def check_same_run(state: dict, config: TrainConfig, data: TokenFolder):
             has = "none" if saved == "" else typed_as(f.name, saved)
             text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {has}"
             raise UserError(f"{text}: leave it out, or name another --out-dir")
-    # The fingerprint covers tokens, not file names, so the folder may have moved.
-    if data.fingerprint != state["data"]:
-        raise UserError(f"--data-dir {data.folder} differs from the data that the run began with")
 
 
 def is_complete(plan: Plan, out_dir: Path) -> bool:
@@ -532,7 +533,8 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
         out_dir=out_dir,
         lock=lock,
         log=log.Log(lock, world.is_main, wandb_run),
-        environment=device.environment(world.device, world.size, config.dtype),
+        environment=device.environment(world.device, world.size, config.dtype)
+        | {"formula": formula()},
         data=data,
         val_loader=ShardLoader(data.val, B, T, rank, size),
         questions=plan.questions,

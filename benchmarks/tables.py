@@ -29,6 +29,7 @@ def put(page: str, name: str, text: str) -> str:
 
 
 def main():
+    machine.OneLineParser(description=__doc__.splitlines()[0]).parse_args()  # --help alone
     page = PAGE.read_text(encoding="utf-8")
     if memory.RESULTS.exists():
         page = put(page, "memory", memory.block(machine.load(memory.RESULTS)))

@@ -15,16 +15,24 @@ from support.cli import quoted
 from support.ending import UserError
 from support.files import did_you_mean
 from support.pretrained import Pretrained
-from support.tokenizer import load_tokenizer, read_tokenizer
+from support.tokenizer import how_to_get, load_tokenizer, read_tokenizer
 
 
-def open_data(config: TrainConfig, pretrained: Pretrained | None) -> tuple[TokenFolder, int]:
+def open_data(
+    config: TrainConfig, pretrained: Pretrained | None, begun_with: str = ""
+) -> tuple[TokenFolder, int]:
     """Return the data, and the vocabulary size of a network trained on it. Raise UserError or
-    ShardError if the network in `pretrained` can't read the data."""
+    ShardError if the network in `pretrained` can't read the data, or if the run in --out-dir began
+    with other tokens than these, whose fingerprint is `begun_with` ("": it has not begun)."""
     folder = Path(config.data_dir)
     if not config.data_dir:
         folder = python_source(python_source_tokenizer(config.model, pretrained))
     data = open_tokens(folder)
+    # The fingerprint covers tokens, not file names, so the folder may have moved.
+    if begun_with and data.fingerprint != begun_with:
+        cure = f"to train on it, begin a new run from this one: --init-from {config.out_dir}"
+        text = f"--data-dir {data.folder} differs from the data that the run in {config.out_dir}"
+        raise UserError(f"{text} began with: {cure}, and another --out-dir")
     if pretrained:
         vocab_size = pretrained.shape.vocab_size
     elif config.model != "nano" and (data.tokenizer == "bytes" or not config.data_dir):
@@ -40,7 +48,7 @@ def open_data(config: TrainConfig, pretrained: Pretrained | None) -> tuple[Token
 def open_tokens(folder: Path) -> TokenFolder:
     """Return a folder's shards, and load its tokenizer if it holds one. Raise UserError if it is
     not complete."""
-    near = "" if os.path.lexists(folder) else did_you_mean(str(folder))
+    near = "" if os.path.lexists(folder) else did_you_mean(str(folder), "data")
     if near:
         raise UserError(f"--data-dir {folder} is not there{near}")
     tokenizer = read_tokenizer(folder)
@@ -88,6 +96,8 @@ def check_data(data: TokenFolder, seq_len: int, pretrained: Pretrained | None, v
         text = f"{pretrained.path} knows {name} tokens, but {data.folder} holds {data.tokenizer}"
         if name.startswith("alphabet"):
             raise UserError(f"{text}: name the data by character that it was trained on")
+        if name not in VOCAB_SIZES and not load_tokenizer(name):
+            raise UserError(f"{text}, and the first are not on this machine: {how_to_get(name)}")
         cure = quoted(name if name in VOCAB_SIZES else str(pretrained.path))
         raise UserError(f"{text}: prepare --data-dir with --tokenizer {cure}")
     for shard in data.train + data.val:

@@ -20,9 +20,11 @@ MAX_SMALL = 1 << 28  # bytes of JSON or a vocabulary; HellaSwag has 2**24
 IN_USE = (errno.EACCES, errno.EPERM, errno.EBUSY)
 
 
-def did_you_mean(name: str) -> str:
+def did_you_mean(name: str, parent: str = "") -> str:
     """Return a question that names a file or folder that exists and is spelled like `name`, which
-    does not exist, or "" if there is none."""
+    does not exist, or is called so in the folder `parent`, or "" if there is none."""
+    if parent and os.path.lexists(Path(parent, name)):
+        return f"; did you mean {Path(parent, name)}?"
     path, rest = Path(name), Path()
     while path.name and not os.path.lexists(path.parent):  # an earlier part is misspelt
         path, rest = path.parent, path.name / rest

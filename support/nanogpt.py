@@ -100,6 +100,8 @@ def read_settings(argv: list[str]) -> Iterator[tuple[str, str]]:
 def read_config(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the assignments in one of nanoGPT's config files. None of it is executed, so values
     that are not constants, such as time.time(), are left out."""
+    if not path.exists():
+        raise UserError(f"{path} is not here: type its path in your folder of nanoGPT")
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
@@ -133,7 +135,11 @@ def translate(settings: dict[str, str], known: set[str]) -> dict:
         flags |= {"schedule": "constant", "warmup_steps": 0}
     if "dtype" in settings:
         flags |= DTYPES.get(settings["dtype"], {"bf16": True})
-    if flags.get("init_from") == "resume":
+    theirs = Path(settings.get("out_dir", "out"), "ckpt.pt")
+    if flags.get("init_from") == "resume" and theirs.exists():
+        flags["init_from"] = str(theirs)
+        flags.pop("out_dir", None)
+    elif flags.get("init_from") == "resume":
         flags["resume"] = True
     if flags.get("init_from") in ("resume", "scratch"):
         del flags["init_from"]

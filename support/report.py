@@ -13,6 +13,7 @@ from config import TrainConfig, has_moved
 from dataloader import MANIFEST, read_manifest
 from support import checkpoint
 from support.cli import command, spell, typed_as
+from support.pretrained import changes
 from support.run import Run
 from support.tokenizer import load_tokenizer, vocab_cure
 
@@ -84,6 +85,9 @@ def start_warnings(run: Run, num_epochs: float) -> list[str]:
     """Return warnings about anything that may surprise the user or is missing on this machine."""
     config, env, tokenizer = run.config, run.environment, run.data.tokenizer
     lines = list(run.data.notes)
+    changed = ", ".join(changes(run.model.config))
+    if changed:
+        lines.append(f"GPT-2 is changed by {changed}, so transformers will refuse the checkpoints")
     has_gpt2 = bool(load_tokenizer("gpt2"))
     if not has_gpt2 and tokenizer != "gpt2" and config.model != "nano" and not config.data_dir:
         lines.append(f"training without GPT-2's vocabulary, which is missing: {vocab_cure()}")
@@ -116,6 +120,9 @@ def changes_since(state: dict, run: Run) -> list[str]:
             old = " ".join(word for word in saved if word not in current) or "none"
             changes["inexact"].append(f"{name} {new} instead of {old}")
     lines = [f"changed: {change}" for change in changes["allow"]]
+    now = run.environment["formula"]
+    if state["environment"].get("formula", now) != now:
+        lines.append("changed: model.py computes something else than when the run was saved")
     if state["val_losses"] and not run.val_losses:
         lines.append("the best checkpoint is chosen anew: validations so far used other tokens")
     if has_moved(state, run.world.device):

@@ -256,9 +256,17 @@ def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
     """Return a tokenizer. Raise UserError if it is unknown or not on this machine."""
     tokenizer = load_tokenizer(name, may_download)
     if tokenizer is None:
-        cure = f": {vocab_cure()}" if name == "gpt2" else ""
-        raise UserError(f"there is no tokenizer called {name} on this machine{cure}")
+        raise UserError(f"there is no tokenizer called {name} on this machine: {how_to_get(name)}")
     return tokenizer
+
+
+def how_to_get(name: str) -> str:
+    """Return how a user gets a tokenizer that is not on this machine."""
+    if name == "gpt2":
+        return vocab_cure()
+    if name == "unknown":  # weights of nanoGPT, or of transformers without a tokenizer
+        return "train from these weights with --init-from and the --data-dir that they know"
+    return "copy vocab.json and merges.txt of its data, or of a checkpoint, beside the weights"
 
 
 def vocab_cure() -> str:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,6 +174,15 @@ def test_each_flag_is_read_somewhere():
         assert not unread, f"nothing reads {unread} of {kind.__name__}"
 
 
+def test_a_field_of_the_network_without_a_flag_fails_at_the_start(monkeypatch):
+    more = [*fields(ComputeConfig), SimpleNamespace(name="window")]
+    monkeypatch.setattr(
+        config_module, "fields", lambda kind: more if kind is ComputeConfig else fields(kind)
+    )
+    with pytest.raises(TypeError, match="window is no field of TrainConfig"):
+        TrainConfig(warmup_steps=0)
+
+
 def test_a_flag_of_the_network_that_the_network_lacks_fails_at_the_start(monkeypatch):
     """Taken, it would do nothing. Here a field of ComputeConfig has gone."""
     fewer = [f for f in fields(ComputeConfig) if f.name != "dropout"]
@@ -217,7 +227,7 @@ MISTAKES = {
     "--steps 1e3": "try 1000",
     "--sample-only": "--sample-only here is a program, sample.py",
     "--no-cosine": "--no-cosine here is --schedule constant",
-    "--schedule linear": "--schedule: invalid choice: 'linear' .*cosine.*constant.*wsd",
+    "--schedule zigzag": "--schedule: invalid choice: 'zigzag' .*cosine.*constant.*wsd",
     "--eval-only --learning-rate 3": "--eval-only does not use --learning-rate: leave it out",
     "--eval-only --compile": "--eval-only does not use --compile: leave it out",
     "--seed=": "--seed: invalid int value: ''",
@@ -231,7 +241,7 @@ MISTAKES = {
     "--lerning-rate 3": "--lerning-rate 3; did you mean --learning-rate?",
     "--compile=0": "--compile takes no value, nor does --no-compile",
     "--compile true": "arguments: true; flags begin with --, a switch takes no value",
-    "config/train.py": "config/train.py can't be read as a config file of nanoGPT",
+    "config/train.py": "config/train.py is not here: type its path in your folder of nanoGPT",
     "config/train.yaml": "arguments: config/train.yaml; .* there are no config files",
     "--prompt a --prompt=b": "--prompt was given 2 times",
     "--out-dir=": "--out-dir is empty: give it a value, or leave it out",

@@ -36,7 +36,7 @@ from support.corpus import check_data
 from support.ending import UserError
 from support.files import FolderLock
 from support.pretrained import Pretrained
-from support.tokenizer import load_tokenizer, read_tokenizer
+from support.tokenizer import TOKENIZERS, load_tokenizer, read_tokenizer
 
 
 @pytest.mark.parametrize("content", [llmc(), npy(), RAW], ids=["llm.c", "npy", "raw"])
@@ -195,15 +195,18 @@ def test_with_a_manifest_the_fingerprint_is_of_its_sha256s(prepared):
     assert open_folder(prepared).fingerprint != before
 
 
-def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared):
+def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared, monkeypatch):
     def weights(name: str) -> Pretrained:
         return Pretrained(Path("my weights"), GPTConfig(), {}, name)
 
     data = open_folder(prepared)
     check_data(data, 16, weights("bytes"), 257)
     check_data(data, 16, weights("unknown"), 50257)
-    for name, cure in {"gpt2": "gpt2", "bpe-0123": "'my weights'"}.items():
-        match = f"^my weights knows {name} tokens, but .* holds bytes: .* with --tokenizer {cure}$"
+    monkeypatch.setitem(TOKENIZERS, "bpe-0123", trained())
+    cures = {"gpt2": ": .* with --tokenizer gpt2", "bpe-0123": ": .* with --tokenizer 'my weights'"}
+    cures["bpe-4567"] = ", and the first are not on this machine: copy vocab.json .*"
+    for name, cure in cures.items():
+        match = f"^my weights knows {name} tokens, but .* holds bytes{cure}$"
         with pytest.raises(UserError, match=match):
             check_data(data, 16, weights(name), 50257)
     with pytest.raises(UserError, match="holds token 256, but the network only knows 0 to 64"):

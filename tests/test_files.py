@@ -72,3 +72,5 @@ def test_a_near_name_is_offered(typed, there, tmp_path, monkeypatch):
     (tmp_path / "questions.jsonl").touch()
     found = files.did_you_mean(typed)
     assert found == (f"; did you mean {os.path.normpath(there)}?" if there else "")
+    assert files.did_you_mean("novela", "out") == f"; did you mean {os.path.join('out', 'novela')}?"
+    assert files.did_you_mean("zebra", "out") == files.did_you_mean("x" * 5000, "out") == ""

@@ -1,6 +1,9 @@
 """Tests ../support/nanogpt.py: other programs' command lines become ours, in one go."""
 
+import os
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,8 @@ import train_gpt2
 from config import DEFAULTS, read_flags
 from support.ending import UserError
 from support.nanogpt import FOREIGN, check_names
+from support.pretrained import read_weights
+from support.run_folder import check_nothing_is_meant
 
 LAPTOP = (  # nanoGPT's command for a laptop, behind its config file
     "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12"
@@ -84,7 +89,7 @@ CASES = {  # what was typed: what must be in the answer
     "--max_iters=10 foo": "foo: flags begin with --",
     "--batch_size=x": "not a command line of nanoGPT",
     "--batch_size=inf": "not a command line of nanoGPT",
-    "config/none.py --compile=False": "config/none.py can't be read as a config file",
+    "config/none.py --compile=False": "config/none.py is not here: type its path",
 }
 
 
@@ -92,6 +97,19 @@ CASES = {  # what was typed: what must be in the answer
 def test_what_it_is_called_elsewhere_is_understood(line):
     message = translated(line)
     assert CASES[line] in message and "--no-bias" not in message
+
+
+def test_a_resume_of_nanogpts_own_run_begins_with_its_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("theirs")
+    assert "--out-dir theirs --resume" in translated("--init_from=resume --out_dir=theirs")
+    Path("theirs", "ckpt.pt").touch()
+    path = os.path.join("theirs", "ckpt.pt")
+    assert f"train_gpt2.py --init-from {path}" in translated("--init_from=resume --out_dir=theirs")
+    with pytest.raises(UserError, match=f"ckpt.pt: .* --init-from {re.escape(path)} and another"):
+        check_nothing_is_meant(Path("theirs"))
+    with pytest.raises(UserError, match=f"holds no GPT-2, .*: name {re.escape(path)}"):
+        read_weights(Path("theirs"))
 
 
 def test_our_own_flags_are_no_other_programs():

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 import prepare_data
 from dataloader import UNFINISHED, ShardError, open_folder
 from support import corpus, inputs
-from support.tokenizer import load_tokenizer, read_tokenizer, train_tokenizer
+from support.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, train_tokenizer
 
 
 class Killed(BaseException):
@@ -62,6 +62,17 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(mistake, tmp_path, monk
     error = error_of(capsys)
     assert why in error and error.startswith("prepare_data.py: error: ")
     assert sorted(os.listdir()) == ["a", "empty"]
+
+
+def test_a_validation_split_that_is_too_small_is_said(tmp_path, capsys):
+    """A hundredth of these records is a few hundred bytes."""
+    texts = jsonl(
+        tmp_path / "texts.jsonl", *({"text": f"record {i} of many words"} for i in range(400))
+    )
+    for fraction, is_small in (("0.01", True), ("0.4", False)):
+        line = ["--input", texts, "--data-dir", tmp_path / fraction, "--tokenizer", "bytes"]
+        assert prepare_data.main([*map(str, line), "--val-fraction", fraction]) == 0
+        assert ("too few to tell how good a network is" in capsys.readouterr().out) == is_small
 
 
 def test_it_starts_without_torch(tmp_path):
@@ -261,6 +272,11 @@ def test_another_folders_tokenizer_is_taken_and_may_be_a_checkpoints(tmp_path, w
     capsys.readouterr()
     assert prepare(tmp_path / "d", *flags, texts) == 2
     assert "is none of bpe, bytes, gpt2, or a folder" in error_of(capsys)
+    (tmp_path / "alphabet").mkdir()
+    for name, data in Tokenizer({"a": 0, "b": 1}, [], None).files().items():
+        (tmp_path / "alphabet" / name).write_bytes(data)
+    assert prepare(tmp_path / "d", *flags, tmp_path / "alphabet") == 2
+    assert "alphabet has no end of text, which separates documents" in error_of(capsys)
     assert prepare(tmp_path / "d", *flags, "bytes", "--vocab-size", 300) == 2
     assert "--vocab-size 300 needs --tokenizer bpe" in error_of(capsys)
     assert not (tmp_path / "d").exists()

@@ -19,6 +19,7 @@ from conftest import NEEDS_GPT2, NEEDS_POSIX, flags, records, run, state_after
 from safetensors.torch import load_file, save_file
 from test_model import TINY, generate, hugging_face, spread, tokens
 
+import model as model_module
 import sample as sample_program
 import train_gpt2
 from model import GPT, SHAPES, GPTConfig
@@ -26,7 +27,7 @@ from support import pretrained as pretrained_module
 from support.card import model_card
 from support.checkpoint import save
 from support.files import FolderLock
-from support.pretrained import hf_config, hf_weights, load_weights, read_weights
+from support.pretrained import formula, hf_config, hf_weights, load_weights, read_weights
 from support.tokenizer import load_tokenizer
 
 ROOT = Path(train_gpt2.__file__).parent
@@ -375,6 +376,47 @@ def test_a_name_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
 
 
 # ---- A changed network ---------------------------------------------------------------------------
+
+
+def relu(mlp, x):
+    return mlp.c_proj(mlp.c_fc(x).relu())
+
+
+def without_past(q, k, v, dropout=0.0):
+    return v
+
+
+def parallel(block, x, cache=None):
+    return x + block.attn(block.ln_1(x), cache) + block.mlp(block.ln_2(x))
+
+
+EDITS = [(model_module.MLP, "forward", relu), (model_module.Block, "forward", parallel)]
+EDITS += [(model_module, "flash_attention", without_past)]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_that_no_field_shows_is_found_by_what_it_computes(edit, monkeypatch):
+    monkeypatch.setattr(*edit)
+    formula.cache_clear()
+    settings = hf_config(GPTConfig(), "bytes")
+    formula.cache_clear()
+    assert "GPT-2 changed by an edit of model.py: see README.md" in settings["model_type"]
+
+
+def test_the_formula_is_the_one_of_transformers(monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
+    made, row = [], torch.arange(17)[None] * 7 % 64
+    monkeypatch.setattr(
+        pretrained_module, "GPT", lambda config: made.append(GPT(config)) or made[0]
+    )
+    formula.cache_clear()
+    assert formula() == pretrained_module.GPT2_FORMULA
+    settings = hf_config(made[0].config, "unknown")
+    oracle = transformers.GPT2LMHeadModel(transformers.GPT2Config.from_dict(settings)).eval()
+    oracle.load_state_dict(hf_weights(made[0]), strict=False)
+    with torch.no_grad():
+        loss = F.cross_entropy(oracle(row[:, :-1]).logits[0], row[0, 1:])
+    assert f"{loss:.4f}" == pretrained_module.GPT2_FORMULA
 
 
 @dataclass(frozen=True)

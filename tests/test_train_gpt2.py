@@ -419,6 +419,22 @@ def test_a_resume_names_a_processor_with_the_same_name_and_other_instructions(
     assert code == 0 and f"not bit for bit because of processor {change}\n" in out, err
 
 
+def edit_mlp(rank: int):
+    """Injection: model.py has another activation."""
+    MLP.forward = lambda mlp, x: mlp.c_proj(mlp.c_fc(x).relu())
+
+
+def test_a_resume_says_that_model_py_was_edited(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", steps=3)
+    assert train(line, tmp_path)[0] == 0
+    line = [*flags(data_dir=data_dir, out_dir="run", steps=4), "--resume"]
+    code, out, err = train(line, tmp_path, inject=edit_mlp)
+    assert code == 0 and "changed: model.py computes something else than" in out, err
+    assert "GPT-2 is changed by an edit of model.py, so transformers will refuse" in out
+    code, out, err = train([*line, "--steps=5"], tmp_path)  # the edit is undone
+    assert code == 0 and "changed: model.py" in out and "transformers" not in out, err
+
+
 def test_a_run_of_two_ranks_goes_on_with_one_and_another_micro_batch(whole, data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", save_every=3)
     assert train(line, tmp_path, 2, kill_after=7)[0] == KILLED
@@ -453,7 +469,7 @@ def snapshot(folder: Path) -> dict[Path, int]:
     return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_finished_run_that_goes_on_says_what_its_rate_does(schedule, data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", schedule=schedule, num_samples=0)
     assert train(line, tmp_path)[0] == 0
@@ -599,6 +615,19 @@ def test_a_loss_that_is_not_finite_enters_no_weight(data_dir, tmp_path):
     last = max(losses(tmp_path / "run"))
     assert f"step {last} is saved" in err
     assert all(t.isfinite().all() for t in weights(tmp_path / "run").values())
+
+
+def make_loss_nan(rank: int):
+    """Injection: an edit of the network gives no number."""
+    loss = GPT.loss
+    GPT.loss = lambda *args: loss(*args) * math.nan
+
+
+def test_a_first_loss_that_is_not_finite_is_no_matter_of_the_rate(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", eval_tokens=0)
+    code, _, err = train(line, tmp_path, inject=make_loss_nan)
+    assert code == 4 and "look at the network, its loss and the data" in err
+    assert "--learning-rate" not in err
 
 
 def test_dropout_differs_by_step_and_seed_and_spares_validation(whole, data_dir, tmp_path):
@@ -818,7 +847,9 @@ def test_a_run_does_not_go_on_with_other_data(change, data_dir, tmp_path):
         assert (said in out) == (change == "copied")
     else:
         assert code == 2
-        assert_one_line(err, "--data-dir .*own differs from the data that")
+        assert_one_line(
+            err, "--data-dir .*own differs from the data that the run in run began with: .*"
+        )
 
 
 # ---- The user's mistakes: one line with the flag and the cure, exit code 2, nothing written ------
@@ -850,7 +881,7 @@ def wrong_things(once, data_dir) -> Path:
 WEIGHTS = "--model gpt2 --seq-len 16 --init-from"
 MISTAKES = {
     "--data-dir nowhere": "--data-dir nowhere .*--input",
-    "--data-dir run/summary.json": "--data-dir run/summary.json is not a folder .*--input",
+    "--data-dir run/summary.json": "is not a folder .*--input run/summary.json",
     "--data-dir .": "--data-dir . holds no shards of tokens: .*--input . --data-dir data/",
     "--data-dir none": "none/train_1.bin .*holds 0 tokens; its header says 500",
     "--data-dir llama": "llama/train_1.bin .*starts with 20240801, 7 instead of 20240520, 1",
