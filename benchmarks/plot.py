@@ -21,7 +21,7 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import machine
@@ -227,8 +227,10 @@ def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     from others, or is the run's if it has only one."""
     names = [name for name in differing_flags(runs) if name not in OF_THE_MACHINE]
     groups = defaultdict(list)
+    several = len({run.tokenizer for run in runs}) > 1
     for run in runs:
-        groups[", ".join(f"{name} {run.flags.get(name)}" for name in names)].append(run)
+        settings = [f"{name} {run.flags.get(name)}" for name in names]
+        groups[", ".join(settings + [run.tokenizer] * several)].append(run)
     return {
         (group[0].name if len(group) == 1 else key or "all runs"): group
         for key, group in groups.items()
@@ -288,9 +290,9 @@ def draw(runs: list[Run], references: list[dict], path: Path):
         from matplotlib.ticker import LogLocator, NullLocator
     except ImportError:
         raise ValueError("drawing needs matplotlib: pip install matplotlib") from None
-    tokenizers = dict.fromkeys(run.tokenizer for run in runs)
-    if len(tokenizers) > 1:
-        raise ValueError(f"losses of {' and '.join(tokenizers)} tokens differ: draw them apart")
+    unit = "nats per token"
+    if len({run.tokenizer for run in runs}) > 1:  # whose losses can't be compared
+        runs, references, unit = [in_bits_per_byte(run) for run in runs], [], "bits per byte"
     # The panels, and a label for each run.
     groups = by_setting(runs)
     figure = Figure(figsize=(15, 5.2 + 0.22 * len(groups)), layout="constrained")
@@ -313,7 +315,7 @@ def draw(runs: list[Run], references: list[dict], path: Path):
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(lambda x, _: brief(x))
         axes.grid(alpha=0.3)
-    panels[0].set(yscale="log", ylabel="loss (nats per token, log scale), dots: validation")
+    panels[0].set(yscale="log", ylabel=f"loss ({unit}, log scale), dots: validation")
     panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))  # far enough apart
     panels[0].yaxis.set_minor_locator(NullLocator())
     panels[0].yaxis.set_major_formatter("{x:g}")
@@ -325,6 +327,18 @@ def draw(runs: list[Run], references: list[dict], path: Path):
         text.set_parse_math(False)
     figure.savefig(path, dpi=200)
     print(path)
+
+
+def in_bits_per_byte(run: Run) -> Run:
+    """Return a run whose losses are in bits per byte. Training text has nearly as many bytes per
+    token as validation text, whose number the log has."""
+    bits, losses = run.values["bits_per_byte"], run.values["val_loss"]
+    ratios = [bits[step] / losses[step] for step in bits if losses.get(step)]
+    if not ratios:
+        why = "has no validation in bits per byte"
+        raise ValueError(f"{run.name} {why}, and losses of other tokens differ: leave it out")
+    training = {step: np.median(ratios) * loss for step, loss in run.values["loss"].items()}
+    return replace(run, values=run.values | {"loss": training, "val_loss": bits})
 
 
 def brief(number: float) -> str:

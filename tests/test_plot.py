@@ -278,13 +278,19 @@ def test_a_folder_stands_for_the_runs_below_it(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_runs_with_different_tokenizers_are_not_drawn_together(tmp_path):
-    a = write_log(tmp_path / "a", step(1, 1.0), tokenizer="bytes")
+def test_runs_with_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path):
+    records = [step(1, 1.5), step(2, 1.0), validated(2, 2.0, bits_per_byte=3.0)]
+    a = write_log(tmp_path / "a", *records, tokenizer="bytes")
     b = write_log(tmp_path / "b", step(1, 1.0))
     done = run_program(a, b, cwd=tmp_path)
-    why = "plot.py: error: losses of bytes and gpt2 tokens differ: draw them apart\n"
-    assert (done.returncode, done.stderr) == (2, why)
-    assert not list(tmp_path.glob("*.png"))
+    why = f"plot.py: error: {b} has no validation in bits per byte, and losses of other"
+    assert done.returncode == 2 and done.stderr.startswith(why)
+    assert not list(tmp_path.glob("*/*.png"))
+    c = write_log(tmp_path / "c", step(1, 1.0), validated(1, 8.0, bits_per_byte=2.0))
+    done = run_program(a, c, "--out", "both.png", cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "both.png").exists(), done.stderr
+    run = plot.in_bits_per_byte(plot.read_run(a))
+    assert run.values["loss"] == {1: 2.25, 2: 1.5} and run.values["val_loss"] == {2: 3.0}
 
 
 def test_every_reference_names_its_source():
