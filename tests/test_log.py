@@ -15,6 +15,7 @@ import pytest
 from conftest import NEEDS_POSIX, flags, losses, records, train
 
 from config import TrainConfig
+from model import GPTConfig
 from support import log as log_module
 from support import report
 from support.cli import quoted
@@ -139,7 +140,8 @@ def test_a_cell_of_a_notebook_is_no_terminal(monkeypatch):
 def warnings_of(environment: dict, tokenizer: str) -> list[str]:
     config = SimpleNamespace(model="nano", fp16=False)
     data = SimpleNamespace(tokenizer=tokenizer, notes=[])
-    run = SimpleNamespace(config=config, data=data, environment=environment)
+    model = SimpleNamespace(config=GPTConfig())
+    run = SimpleNamespace(config=config, data=data, environment=environment, model=model)
     return report.start_warnings(run, num_epochs=1)
 
 
