@@ -140,8 +140,9 @@ def open_folder(path: Path, tokenizer: str = "", vocab_size: int = 1 << 16) -> T
     """Return a folder's shards. Those of another program, which come without a manifest, are
     assumed to hold tokens of `tokenizer` (GPT-2's if there is no name). Raise ShardError if a split
     has no shards."""
-    new = path.with_suffix("") if path.suffix else path
-    text = path if os.path.isfile(path) else "YOUR_TEXT"
+    text, new = "YOUR_TEXT", path.with_suffix("") if path.suffix else path
+    if os.path.isfile(path):
+        text, new = str(path), Path("data", path.stem)
     cure = f"python {PREPARE} --input {text} --data-dir {new} makes one"
     if not os.path.isdir(path):
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")

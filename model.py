@@ -271,20 +271,25 @@ class GPT(nn.Module):
         """Return the mean loss of x (N, C) with only one chunk's logits in memory, since the logits
         and their gradient are the largest tensors of a step. Each chunk's gradients are computed
         along with its loss, so that backward need not compute the logits again."""
-        chunk, weight = self.compute.loss_chunk_tokens, self.lm_head.weight
+        chunk = self.compute.loss_chunk_tokens
+        params = [p for p in self.parameters() if p.requires_grad]
+        sums: dict[Tensor, Tensor] = {}  # the gradient of each parameter that the loss depends on
         loss = torch.zeros((), device=x.device)
-        x_grad, weight_grad = torch.empty_like(x), None
+        x_grad = torch.empty_like(x)
         for start in range(0, len(x), chunk):
             part = x[start : start + chunk].detach().requires_grad_()
             part_loss = self.loss(part, targets[start : start + chunk], "sum")
-            loss += part_loss.detach()
+            loss = loss + part_loss.detach()
             if torch.is_grad_enabled():
-                x_grad[start : start + chunk], grad = torch.autograd.grad(part_loss, [part, weight])
-                weight_grad = grad if weight_grad is None else weight_grad.add_(grad)
-                del grad, part_loss
-        if weight_grad is None:
+                grads = torch.autograd.grad(part_loss, [part, *params], allow_unused=True)
+                x_grad[start : start + chunk] = grads[0]
+                for p, grad in zip(params, grads[1:], strict=True):
+                    if grad is not None:
+                        sums[p] = sums[p].add_(grad) if p in sums else grad.clone()
+                del grads, grad, part_loss  # frees memory for the next chunk
+        if not torch.is_grad_enabled():
             return loss / len(x)
-        return LossWithGradients.apply(loss, x, weight, x_grad, weight_grad) / len(x)
+        return LossWithGradients.apply(loss, [x_grad, *sums.values()], x, *sums) / len(x)
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(self.head(x), targets, reduction=reduction)
@@ -312,18 +317,17 @@ class GPT(nn.Module):
 
 
 class LossWithGradients(torch.autograd.Function):
-    """Returns a loss whose gradients with respect to x and weight are known."""
+    """Returns a loss whose gradients with respect to the inputs are known."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, x: Tensor, weight: Tensor, x_grad: Tensor, weight_grad: Tensor):
-        ctx.save_for_backward(x_grad, weight_grad)
+    def forward(ctx, loss: Tensor, grads: list[Tensor], *inputs: Tensor):
+        ctx.save_for_backward(*grads)
         return loss.clone()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x_grad, weight_grad = ctx.saved_tensors
-        # In place, as the weight's is large; torch refuses a second backward, which would be wrong.
-        return None, x_grad * grad, weight_grad.mul_(grad), None, None
+        # In place, as they are large; torch refuses a second backward, which would be wrong.
+        return None, None, *(known.mul_(grad) for known in ctx.saved_tensors)
 
 
 def sample_token(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:

@@ -133,7 +133,7 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[tuple[str, list]]
     parts: dict[str, list[tuple[bool, bytes]]] = {"train": [], "val": []}
     sizes = {"train": 0, "val": 0}  # bytes in parts
     for is_val, size, text in documents(reader, config):
-        val_start = 0 if is_val else size
+        val_start = 0 if is_val else sys.maxsize  # bytes before validation begins
         if cuts_each:
             val_start = size * 9 // 10
         for i, (split, piece) in enumerate(divided(text, val_start)):
@@ -417,8 +417,9 @@ def report(folder: Path, manifest: dict):
         num_documents = sum(entry.get("documents", 1) for entry in shards)
         documents = num_documents or "the last tenth of each, since there are too few to draw one"
         show(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
-    if num_tokens["val"] < min(2000, num_tokens["train"] / 10):
-        text = f"{num_tokens['val']:,} tokens are too few to tell how good a network is"
+    share = manifest.get("flags", {}).get("val_fraction", PrepareConfig.val_fraction)
+    if num_tokens["val"] < 2000 and num_documents and share < 0.1:  # documents were drawn for val
+        text = f"{num_tokens['val']:,} validation tokens are too few to tell how good a network is"
         show(f"{text}: prepare with --val-fraction 0.1 and another --data-dir")
     ready = f"ready: {command('train_gpt2.py', '--data-dir', str(folder))}"
     for line in [*manifest.get("account", []), ready]:

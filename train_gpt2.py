@@ -406,7 +406,8 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | No
         return checkpoint.read_newest(init_from), None
     if path is None and eval_only:
         cure = "name a run with --out-dir, or weights with --init-from"
-        cure += did_you_mean(str(out_dir), "out")
+        if not os.path.lexists(out_dir):
+            cure += did_you_mean(str(out_dir), "out")
         raise UserError(f"no checkpoint in {out_dir}: {cure}")
     if path is None:
         return None, None

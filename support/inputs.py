@@ -79,7 +79,7 @@ def files_in(inputs: Iterable[str], account: Account) -> list[str]:
         candidates: set[str] = set()
         for top in tops:
             if {part for part in top.parts if part[0] == "."} <= {*path.parts}:
-                candidates.update(files_below(top, account) if top.is_dir() else [str(top)])
+                candidates.update(files_below(top, account) if os.path.isdir(top) else [str(top)])
         if not any(map(os.path.isfile, candidates)):
             what = "it holds no file" if tops else f"there is no such file{did_you_mean(name)}"
             raise UserError(f"--input {quoted(name)}: {what}")

@@ -1,6 +1,7 @@
 """Translates command lines and config files of nanoGPT, build-nanogpt and llm.c into our flags."""
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def read_settings(argv: list[str]) -> Iterator[tuple[str, str]]:
 def read_config(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the assignments in one of nanoGPT's config files. None of it is executed, so values
     that are not constants, such as time.time(), are left out."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"{path} is not here: type its path in your folder of nanoGPT")
     try:
         tree = ast.parse(path.read_bytes())
@@ -136,7 +137,7 @@ def translate(settings: dict[str, str], known: set[str]) -> dict:
     if "dtype" in settings:
         flags |= DTYPES.get(settings["dtype"], {"bf16": True})
     theirs = Path(settings.get("out_dir", "out"), "ckpt.pt")
-    if flags.get("init_from") == "resume" and theirs.exists():
+    if flags.get("init_from") == "resume" and os.path.exists(theirs):
         flags["init_from"] = str(theirs)
         flags.pop("out_dir", None)
     elif flags.get("init_from") == "resume":

@@ -125,13 +125,17 @@ def changes(config: GPTConfig) -> list[str]:
 def formula() -> str:
     """Return the loss of a small network, which an edit of what model.py computes changes. Its
     weights are made up, so that no part of it is idle. Its other fields have their defaults."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # --tf32 would also change it on some CPUs
     model = GPT(GPTConfig(vocab_size=64, seq_len=16, n_layer=2, n_head=4, n_embd=64)).eval()
     tokens = torch.arange(17)[None] * 7 % 64
     with torch.no_grad():
         for p in model.parameters():
             k = torch.arange(p.numel())
             p.copy_((k * k % 1009 / 1009 - 0.5).view(p.shape) + (p.dim() == 1))
-        return f"{model(tokens[:, :-1], tokens[:, 1:]).item():.4f}"
+        loss = model(tokens[:, :-1], tokens[:, 1:]).item()
+    torch.set_float32_matmul_precision(precision)
+    return f"{loss:.4f}"
 
 
 def read_weights(path: Path) -> Pretrained:

@@ -85,12 +85,13 @@ def check_nothing_is_meant(out_dir: Path):
         return
     if all(os.path.exists(out_dir / file) for file in ("config.json", "model.safetensors")):
         raise UserError(f"{text}, but a model: begin a new run with --init-from {out_dir}")
-    for path in sorted(out_dir.glob("*.pt")):  # nanoGPT's ckpt.pt, for example
-        cure = f"begin a new run with --init-from {path} and another --out-dir"
-        raise UserError(f"{text}, but {path.name}: {cure}")
     below = newest_run(out_dir)
     if below:
         raise UserError(f"{text}, but runs: name one of them, such as {below}")
+    for path in sorted(out_dir.glob("*.pt")):  # nanoGPT's ckpt.pt, for example
+        if not (out_dir / LOG).exists():
+            cure = f"begin a new run with --init-from {path} and another --out-dir"
+            raise UserError(f"{text}, but {path.name}: {cure}")
     if os.path.lexists(out_dir):  # a run that was killed before its first checkpoint, for example
         return
     siblings = sorted(out_dir.parent.glob("*"))

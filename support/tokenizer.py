@@ -155,14 +155,16 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
         else:
             return None
         merges = [merge for merge in merges if merge]
-        settings = read_json(folder / "special_tokens_map.json")
-        settings |= read_json(folder / "tokenizer_config.json")
+        settings = read_json(folder / "tokenizer_config.json")
         if settings.get("add_prefix_space"):
             raise ValueError("add_prefix_space")
-        end = settings.get("eos_token", END_OF_TEXT)
-        end = end["content"] if isinstance(end, dict) else end
-        if end not in vocab and (merges or end is not None):  # an alphabet has none
-            end = END_OF_TEXT
+        ends = [
+            s.get("eos_token") for s in (settings, read_json(folder / "special_tokens_map.json"))
+        ]
+        ends = [end["content"] if isinstance(end, dict) else end for end in ends]
+        end = next((end for end in ends if end in vocab), END_OF_TEXT)
+        if not merges and settings.get("eos_token", "") is None:  # an alphabet has none
+            end = None
         tokenizer = Tokenizer(vocab, merges, end)
     except Exception as error:  # the files may hold anything
         reason = f"{type(error).__name__}: {error!s:.200}"
@@ -266,7 +268,8 @@ def how_to_get(name: str) -> str:
         return vocab_cure()
     if name == "unknown":  # weights of nanoGPT, or of transformers without a tokenizer
         return "train from these weights with --init-from and the --data-dir that they know"
-    return "copy vocab.json and merges.txt of its data, or of a checkpoint, beside the weights"
+    files = "vocab.json and merges.txt (or nanoGPT's meta.pkl)"
+    return f"copy {files} of its data, or of a checkpoint, beside the weights"
 
 
 def vocab_cure() -> str:

@@ -281,6 +281,29 @@ def test_a_loss_in_chunks_is_the_loss(chunk, dtype, tolerance):
     assert_close(loss, loss_and_gradients()[0], rtol=1e-6, atol=0)
 
 
+class Scaled(GPT):
+    """A head with a parameter of its own, and one that the layers use, too."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def head(self, x):
+        return super().head(x) * self.scale + self.transformer.ln_f.bias.sum()
+
+
+def test_a_loss_in_chunks_has_the_gradients_of_all_that_a_head_uses():
+    grads = []
+    for compute in (ComputeConfig(), ComputeConfig(loss_chunk_tokens=7)):
+        model = Scaled(replace(TINY, pad_vocab=False), compute).double()
+        model.lm_head.weight.requires_grad_(False)
+        model(tokens(2, 16), tokens(2, 16, seed=1)).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert grads[0].keys() == grads[1].keys() and grads[0]["scale"] != 0
+    for name, grad in grads[0].items():
+        assert_close(grads[1][name], grad)
+
+
 def test_recomputing_changes_no_bit_and_holds_less():
     results, held = [], []
     for recompute in (False, True):

@@ -89,6 +89,8 @@ CASES = {  # what was typed: what must be in the answer
     "--max_iters=10 foo": "foo: flags begin with --",
     "--batch_size=x": "not a command line of nanoGPT",
     "--batch_size=inf": "not a command line of nanoGPT",
+    f"{'x' * 300}.py --batch_size=12": "is not here",
+    f"--init_from=resume --out_dir={'x' * 300}": "--resume",
     "config/none.py --compile=False": "config/none.py is not here: type its path",
 }
 
@@ -108,6 +110,8 @@ def test_a_resume_of_nanogpts_own_run_begins_with_its_weights(tmp_path, monkeypa
     assert f"train_gpt2.py --init-from {path}" in translated("--init_from=resume --out_dir=theirs")
     with pytest.raises(UserError, match=f"ckpt.pt: .* --init-from {re.escape(path)} and another"):
         check_nothing_is_meant(Path("theirs"))
+    Path("theirs", "log.jsonl").touch()  # a run of ours that was killed early
+    check_nothing_is_meant(Path("theirs"))
     with pytest.raises(UserError, match=f"holds no GPT-2, .*: name {re.escape(path)}"):
         read_weights(Path("theirs"))
 

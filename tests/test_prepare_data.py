@@ -72,7 +72,7 @@ def test_a_validation_split_that_is_too_small_is_said(tmp_path, capsys):
     for fraction, is_small in (("0.01", True), ("0.4", False)):
         line = ["--input", texts, "--data-dir", tmp_path / fraction, "--tokenizer", "bytes"]
         assert prepare_data.main([*map(str, line), "--val-fraction", fraction]) == 0
-        assert ("too few to tell how good a network is" in capsys.readouterr().out) == is_small
+        assert ("validation tokens are too few" in capsys.readouterr().out) == is_small
 
 
 def test_it_starts_without_torch(tmp_path):

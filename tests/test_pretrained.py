@@ -409,8 +409,11 @@ def test_the_formula_is_the_one_of_transformers(monkeypatch):
     monkeypatch.setattr(
         pretrained_module, "GPT", lambda config: made.append(GPT(config)) or made[0]
     )
+    torch.set_float32_matmul_precision("medium")  # bfloat16 on some CPUs
     formula.cache_clear()
     assert formula() == pretrained_module.GPT2_FORMULA
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision("highest")
     settings = hf_config(made[0].config, "unknown")
     oracle = transformers.GPT2LMHeadModel(transformers.GPT2Config.from_dict(settings)).eval()
     oracle.load_state_dict(hf_weights(made[0]), strict=False)

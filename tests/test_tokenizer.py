@@ -257,6 +257,15 @@ def test_a_model_on_its_own_vocabulary_writes_the_same_text_in_transformers(tmp_
     assert len(ids[0]) > 20
 
 
+@pytest.mark.parametrize("first", [None, "<none>", {"content": "</s>"}])
+def test_the_end_of_text_is_the_first_that_the_vocabulary_has(first, tmp_path):
+    theirs = other()
+    save(theirs, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": first}))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert read_tokenizer(tmp_path).end_of_text == theirs.end_of_text
+
+
 @pytest.mark.slow
 def test_a_gpt2_of_another_language_keeps_its_tokenizer(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")

@@ -936,7 +936,13 @@ def test_an_evaluation_without_weights_is_refused(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert train_gpt2.main(["--eval-only", "--resume", "--out-dir=new"]) == 2
     assert_one_line(capsys.readouterr().err, "no checkpoint in new: name a run with --out-dir")
-    assert not os.listdir()
+    os.makedirs("out/new")
+    assert train_gpt2.main(["--eval-only", "--out-dir=new"]) == 2
+    assert_one_line(capsys.readouterr().err, "did you mean " + re.escape(str(Path("out/new"))))
+    assert train_gpt2.main(["--eval-only", "--out-dir=."]) == 2  # which is there
+    assert_one_line(
+        capsys.readouterr().err, "no checkpoint in .: name .* weights with --init-from$"
+    )
 
 
 def test_a_missing_library_is_one_line_and_leaves_no_run_behind(data_dir, tmp_path, monkeypatch):
