@@ -54,6 +54,8 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     is_new = not flags.keys() & {"init_from", "eval_only", "resume", "model"}
     if is_new and len(foreign) > 2:  # a command line of nanoGPT's, not only a slip
         flags = {"model": "gpt2", "muon": False, "steps": 600_000} | flags
+        if int(flags["steps"]) > 2000:
+            flags.setdefault("warmup_steps", 2000)  # nanoGPT's
     if flags.get("eval_only"):
         flags = {name: flags[name] for name in flags if name in known_to_eval or name not in known}
     names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")

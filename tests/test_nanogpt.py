@@ -55,6 +55,8 @@ def test_nanogpts_command_line_is_translated_whole_and_its_config_not_executed(t
         "steps": 2000, "dropout": 0.0, "batch_tokens": 768, "eval_tokens": 15360, "decay_to": 0.1,
         "learning_rate": 1e-3, "data_dir": "data/shakespeare_char",
     }  # fmt: skip
+    longer = translated(f"{tmp_path}/train_char.py {LAPTOP} --max_iters=5000")
+    assert command_in(longer)["warmup_steps"] == 2000
     assert "beta2 is 0.95, in make_optimizer" in message and "rate decays" not in message
     assert (tmp_path / "train_char.py").exists()
 
