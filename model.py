@@ -273,7 +273,7 @@ class GPT(nn.Module):
         along with its loss, so that backward need not compute the logits again."""
         chunk = self.compute.loss_chunk_tokens
         params = [p for p in self.parameters() if p.requires_grad]
-        sums: dict[Tensor, Tensor] = {}  # the gradient of each parameter that the loss depends on
+        totals: dict[Tensor, Tensor] = {}  # gradients of the parameters that the loss depends on
         loss = torch.zeros((), device=x.device)
         x_grad = torch.empty_like(x)
         for start in range(0, len(x), chunk):
@@ -285,11 +285,11 @@ class GPT(nn.Module):
                 x_grad[start : start + chunk] = grads[0]
                 for p, grad in zip(params, grads[1:], strict=True):
                     if grad is not None:
-                        sums[p] = sums[p].add_(grad) if p in sums else grad.clone()
+                        totals[p] = totals[p].add_(grad) if p in totals else grad.clone()
                 del grads, grad, part_loss  # frees memory for the next chunk
         if not torch.is_grad_enabled():
             return loss / len(x)
-        return LossWithGradients.apply(loss, [x_grad, *sums.values()], x, *sums) / len(x)
+        return LossWithGradients.apply(loss, [x_grad, *totals.values()], x, *totals) / len(x)
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(self.head(x), targets, reduction=reduction)

@@ -410,17 +410,16 @@ def summary(reader: Reader) -> str:
 
 def report(folder: Path, manifest: dict):
     """Print what folder holds, and what became of the input."""
-    num_tokens = {}
+    share = manifest.get("flags", {}).get("val_fraction", PrepareConfig.val_fraction)
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
-        tokens = num_tokens[split] = sum(entry["tokens"] for entry in shards)
+        tokens = sum(entry["tokens"] for entry in shards)
         num_documents = sum(entry.get("documents", 1) for entry in shards)
         documents = num_documents or "the last tenth of each, since there are too few to draw one"
         show(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
-    share = manifest.get("flags", {}).get("val_fraction", PrepareConfig.val_fraction)
-    if num_tokens["val"] < 2000 and num_documents and share < 0.1:  # documents were drawn for val
-        text = f"{num_tokens['val']:,} validation tokens are too few to tell how good a network is"
-        show(f"{text}: prepare with --val-fraction 0.1 and another --data-dir")
+        if split == "val" and num_documents and tokens < 2000 and share < 0.1:
+            text = f"{tokens:,} validation tokens are too few to tell how good a network is"
+            show(f"{text}: prepare with --val-fraction 0.1 and another --data-dir")
     ready = f"ready: {command('train_gpt2.py', '--data-dir', str(folder))}"
     for line in [*manifest.get("account", []), ready]:
         show(line.replace("\n", " "))

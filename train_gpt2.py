@@ -45,7 +45,7 @@ from support.cli import spell, typed_as
 from support.ending import NumericalError, Phase, UserError, signals
 from support.files import FolderLock, did_you_mean
 from support.muon import MuonAdamW
-from support.pretrained import Pretrained, formula, load_weights, read_weights
+from support.pretrained import Pretrained, formula_loss, load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
 from support.run import Run, draw, finish, restore, save, stop, update_card, vote_to_stop
 
@@ -535,7 +535,7 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
         lock=lock,
         log=log.Log(lock, world.is_main, wandb_run),
         environment=device.environment(world.device, world.size, config.dtype)
-        | {"formula": formula()},
+        | {"formula": formula_loss()},
         data=data,
         val_loader=ShardLoader(data.val, B, T, rank, size),
         questions=plan.questions,

@@ -97,7 +97,7 @@ def check_data(data: TokenFolder, seq_len: int, pretrained: Pretrained | None, v
         if name.startswith("alphabet"):
             raise UserError(f"{text}: name the data by character that it was trained on")
         if name not in VOCAB_SIZES and not load_tokenizer(name):
-            raise UserError(f"{text}, and the first are not on this machine: {how_to_get(name)}")
+            raise UserError(f"{text}; this machine lacks {name}: {how_to_get(name)}")
         cure = quoted(name if name in VOCAB_SIZES else str(pretrained.path))
         raise UserError(f"{text}: prepare --data-dir with --tokenizer {cure}")
     for shard in data.train + data.val:

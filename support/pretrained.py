@@ -50,7 +50,7 @@ HF_SETTINGS = {  # the values in config.json that we support, with the default f
 }
 # Fields of a changed network that hf_config maps to transformers' settings.
 MAPPED: set[str] = set()
-GPT2_FORMULA = "8.3263"  # formula() of transformers 5.23's GPT-2
+GPT2_LOSS = "8.3263"  # formula_loss() of transformers 5.23's GPT-2
 OUR_KEY = "train_gpt2"  # our config.json's key for GPTConfig's fields and the tokenizer
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
 # The tokenizer for a vocabulary size. GPT-2's vocabulary may have padding or chat tokens.
@@ -118,11 +118,11 @@ def changes(config: GPTConfig) -> list[str]:
         for f in fields(GPTConfig)
         if f.name not in known and getattr(config, f.name) != f.default
     ]
-    return found if formula() == GPT2_FORMULA else [*found, "an edit of model.py"]
+    return found if formula_loss() == GPT2_LOSS else [*found, "an edit of model.py"]
 
 
 @lru_cache
-def formula() -> str:
+def formula_loss() -> str:
     """Return the loss of a small network, which an edit of what model.py computes changes. Its
     weights are made up, so that no part of it is idle. Its other fields have their defaults."""
     precision = torch.get_float32_matmul_precision()

@@ -267,7 +267,7 @@ def how_to_get(name: str) -> str:
     if name == "gpt2":
         return vocab_cure()
     if name == "unknown":  # weights of nanoGPT, or of transformers without a tokenizer
-        return "train from these weights with --init-from and the --data-dir that they know"
+        return "train from these weights (--init-from) on data that they know (--data-dir)"
     files = "vocab.json and merges.txt (or nanoGPT's meta.pkl)"
     return f"copy {files} of its data, or of a checkpoint, beside the weights"
 

@@ -204,7 +204,7 @@ def test_data_that_the_network_can_not_read_is_refused(tmp_path, prepared, monke
     check_data(data, 16, weights("unknown"), 50257)
     monkeypatch.setitem(TOKENIZERS, "bpe-0123", trained())
     cures = {"gpt2": ": .* with --tokenizer gpt2", "bpe-0123": ": .* with --tokenizer 'my weights'"}
-    cures["bpe-4567"] = ", and the first are not on this machine: copy vocab.json .*"
+    cures["bpe-4567"] = "; this machine lacks bpe-4567: copy vocab.json .*"
     for name, cure in cures.items():
         match = f"^my weights knows {name} tokens, but .* holds bytes{cure}$"
         with pytest.raises(UserError, match=match):

@@ -27,7 +27,7 @@ from support import pretrained as pretrained_module
 from support.card import model_card
 from support.checkpoint import save
 from support.files import FolderLock
-from support.pretrained import formula, hf_config, hf_weights, load_weights, read_weights
+from support.pretrained import formula_loss, hf_config, hf_weights, load_weights, read_weights
 from support.tokenizer import load_tokenizer
 
 ROOT = Path(train_gpt2.__file__).parent
@@ -397,9 +397,9 @@ EDITS += [(model_module, "flash_attention", without_past)]
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_that_no_field_shows_is_found_by_what_it_computes(edit, monkeypatch):
     monkeypatch.setattr(*edit)
-    formula.cache_clear()
+    formula_loss.cache_clear()
     settings = hf_config(GPTConfig(), "bytes")
-    formula.cache_clear()
+    formula_loss.cache_clear()
     assert "GPT-2 changed by an edit of model.py: see README.md" in settings["model_type"]
 
 
@@ -410,8 +410,8 @@ def test_the_formula_is_the_one_of_transformers(monkeypatch):
         pretrained_module, "GPT", lambda config: made.append(GPT(config)) or made[0]
     )
     torch.set_float32_matmul_precision("medium")  # bfloat16 on some CPUs
-    formula.cache_clear()
-    assert formula() == pretrained_module.GPT2_FORMULA
+    formula_loss.cache_clear()
+    assert formula_loss() == pretrained_module.GPT2_LOSS
     assert torch.get_float32_matmul_precision() == "medium"
     torch.set_float32_matmul_precision("highest")
     settings = hf_config(made[0].config, "unknown")
@@ -419,7 +419,7 @@ def test_the_formula_is_the_one_of_transformers(monkeypatch):
     oracle.load_state_dict(hf_weights(made[0]), strict=False)
     with torch.no_grad():
         loss = F.cross_entropy(oracle(row[:, :-1]).logits[0], row[0, 1:])
-    assert f"{loss:.4f}" == pretrained_module.GPT2_FORMULA
+    assert f"{loss:.4f}" == pretrained_module.GPT2_LOSS
 
 
 @dataclass(frozen=True)
