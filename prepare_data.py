@@ -40,7 +40,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 from filelock import Timeout
@@ -66,7 +65,7 @@ from support.tokenizer import FILES, TOKENIZERS, read_tokenizer, require_tokeniz
 
 SYNONYMS = {"--out": "--data-dir", "--val-tokens": "--val-fraction"}
 SYNONYMS |= {"--verify": "the command that made the shards, repeated"}
-FORMAT = 3  # of manifests; a change of what a batch holds needs a new number
+FORMAT = 4  # of manifests; a change of what a batch holds needs a new number
 FREE_FLAGS = "input", "data_dir", "workers"  # a repeated command may change these
 MIN_FOR_WORKERS = 1 << 22  # bytes of input
 SAMPLE_BYTES = 1 << 24  # of text to train a tokenizer on
@@ -116,7 +115,7 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     return replace(config, data_dir=config.data_dir or f"data/stdlib-{Path(name).name}")
 
 
-def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, TextIO]]:
+def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, Iterator[bytes]]]:
     """Yield each document: whether it is for validation, its size in bytes, and its text. The seed
     and the document's number decide the split. The first document is always for training."""
     rng = random.Random(config.seed)
@@ -146,9 +145,9 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[tuple[str, list]]
     yield from parts.items()
 
 
-def divided(stream: TextIO, val_start: int) -> Iterator[tuple[str, bytes]]:
+def divided(blocks: Iterator[bytes], val_start: int) -> Iterator[tuple[str, bytes]]:
     """Yield the pieces of a document, each with its split. Validation begins at byte val_start."""
-    for piece in pieces(stream):
+    for piece in pieces(blocks):
         at = min(max(val_start, 0), len(piece))
         while 0 < at < len(piece) and piece[at] & 0xC0 == 0x80:  # inside a character
             at -= 1
@@ -192,6 +191,7 @@ def tokenized(
         return
     # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
     with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder,)) as pool:
+        pool.submit(int)  # start all workers now, while the first file's encoding is found
         running: list = []
         for number, split, parts in todo:
             running.append((number, split, pool.submit(tokenize, name, parts)))

@@ -20,7 +20,7 @@ from importlib import import_module
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
-PIECE = 1 << 18  # characters of text to tokenize at a time
+PIECE = 1 << 18  # bytes of text to tokenize, or characters to decode, at a time
 BLOCK = 1 << 16  # bytes or characters to look at, or to parse, at a time
 HEAD = 8000  # bytes that show what a file is
 LONGEST = 1 << 28  # characters of a record
@@ -74,6 +74,21 @@ class Source:
                     stream.read(len(mark))
             with io.TextIOWrapper(stream, encoding, errors, newline="") as text:
                 yield raw, text
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield a text as UTF-8, with bytes that aren't in its encoding kept or, if it is another
+        one, as U+FFFD. A block may end inside a character."""
+        with self.opened() as (_, text):
+            if not self.encoding:  # not decoded, which would take as long as all other reading
+                yield from blocks_of(text.buffer)
+                return
+            while piece := text.read(BLOCK):
+                yield piece.encode()
+
+
+def blocks_of(stream: Any) -> Iterator[bytes]:
+    while block := stream.read(BLOCK):
+        yield block
 
 
 @lru_cache(1)  # the next member comes from the same archive
@@ -151,23 +166,21 @@ def scan(source: Source) -> tuple[int, bytes, bool]:
     and whether more characters are UTF-8 of several bytes than are damaged."""
     size = num_bad = num_more = 0  # num_more: bytes of a character beyond its first
     sample = b""
-    with source.opened() as (_, text):
-        while piece := text.read(BLOCK):
-            content = as_utf8(piece)
-            size += len(content)
-            decoded = content.decode(errors="replace")
-            num_more += len(content) - len(decoded)
-            bad = decoded.count("\ufffd")
-            if not source.encoding:
-                bad -= piece.count("\ufffd")  # the text's own
-            num_bad += bad
-            sample = sample or (content if bad else b"")
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    for block in chain(source.blocks(), [b""]):
+        size += len(block)
+        piece = decoder.decode(block, final=not block)
+        if piece.isascii():
+            continue
+        content = piece.encode(errors="surrogateescape")
+        decoded = content.decode(errors="replace")
+        num_more += len(content) - len(decoded)
+        bad = decoded.count("\ufffd")
+        if not source.encoding:
+            bad -= piece.count("\ufffd")  # the text's own
+        num_bad += bad
+        sample = sample or (content if bad else b"")
     return size, sample, num_more > num_bad
-
-
-def as_utf8(text: str) -> bytes:
-    """Return text as UTF-8, and surrogate escapes as the bytes that they stand for."""
-    return text.encode(errors="surrogateescape")
 
 
 def likely_encoding(sample: bytes) -> str | None:

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from support.cli import quoted
 from support.ending import DISK_ERRNOS, UserError
 from support.files import did_you_mean
-from support.formats import PIECE, Source, as_utf8, field_in, records, sources
+from support.formats import PIECE, Source, blocks_of, field_in, records, sources
 
 RECORDS_NAME = re.compile(r"\.(jsonl|ndjson|jl|csv|tsv|parquet|arrow)(\.gz|\.bz2|\.xz|\.zst)?$")
 ABOUT_NAME = re.compile(  # what publishers put beside the records of a data set
@@ -170,8 +170,9 @@ class Reader:
             why = "; ".join(reader.account.lines()) or "leave it out, as no file has records"
             raise UserError(f"--text-field {self.text_field} has no effect: {why}")
 
-    def documents(self) -> Iterator[tuple[int, TextIO]]:
-        """Yield each document's size in bytes and open text. Raise UserError for a damaged file."""
+    def documents(self) -> Iterator[tuple[int, Iterator[bytes]]]:
+        """Yield each document's size in bytes and its text in blocks of UTF-8. Raise UserError for
+        a damaged file."""
         for path in self.files:
             start = self.position
             try:
@@ -188,26 +189,27 @@ class Reader:
                 raise UserError(f"--input {path} can't be read: {error}") from error
             self.position = start + os.path.getsize(path)
 
-    def documents_in(self, source: Source, start: int) -> Iterator[tuple[int, TextIO]]:
+    def documents_in(self, source: Source, start: int) -> Iterator[tuple[int, Iterator[bytes]]]:
         for what in source.notes:
             self.account.note(what, str(source))
         if source.skipped:
             self.account.skip_file(source.skipped, str(source))
             if source.skipped == "empty":
-                yield 0, io.StringIO()  # it takes a number, so validation documents stay the same
+                yield 0, iter(())  # it takes a number, so validation documents stay the same
             return
         self.account.files += 1
         num_before = self.account.records
+        if source.kind == "text":
+            self.account.records += 1
+            yield source.size, source.blocks()
+            return
         with source.opened() as (disk, stream):
-            if source.kind == "text":
-                self.account.records += 1
-                yield source.size, stream
-                return
             for record, where in records(source, stream, self.text_field):
                 self.account.records += 1
                 text = self.text_of(record, where)
                 if text is not None:
-                    yield len(text.encode()), io.StringIO(text, newline="")
+                    content = text.encode()
+                    yield len(content), blocks_of(io.BytesIO(content))
                 self.position = start + disk.tell()
         if self.account.records == num_before:
             self.account.note("holds no record", str(source))
@@ -244,11 +246,11 @@ class Reader:
 BOUNDARY = re.compile(rb"(?<![\s\x80-\x8a\x9f\xa0\xa8\xa9\xaf])\s|(?<=\s)\s(?=[^\s\xc2\xe1-\xe3])")
 
 
-def pieces(stream: TextIO) -> Iterator[bytes]:
-    """Yield a document in pieces of about PIECE characters, to take little memory. No token spans a
-    cut, so the pieces have the same tokens as the whole document."""
+def pieces(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield a document in pieces of about PIECE bytes, to take little memory. No token spans a cut,
+    so the pieces have the same tokens as the whole document."""
     text = bytearray()
-    while block := as_utf8(stream.read(PIECE)):
+    for block in blocks:
         start = max(PIECE, len(text) - 1)  # BOUNDARY looks at the byte behind
         text += block
         cut = BOUNDARY.search(text, start)

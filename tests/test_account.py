@@ -242,8 +242,8 @@ def read(*files: Path, **options) -> tuple[list[bytes], Account]:
     """Return the documents in files, and the account, which must add up."""
     reader = Reader([str(file) for file in files], **options)
     documents = []
-    for size, text in reader.documents():
-        documents.append(text.read().encode(errors="surrogateescape"))
+    for size, blocks in reader.documents():
+        documents.append(b"".join(blocks))
         assert size == len(documents[-1])
     account = reader.account
     assert account.documents + account.records_skipped == account.records

@@ -13,7 +13,7 @@ import pytest
 from conftest import NEEDS_POSIX, prepare
 from data_helpers import error_of, start, stream, write_texts
 
-from support import inputs
+from support import formats, inputs
 from support.ending import UserError
 from support.inputs import Account, Reader
 
@@ -84,8 +84,8 @@ def test_a_name_of_no_file_is_refused(name, tmp_path):
 def read_all(*files: Path, field: str = "text") -> tuple[list[bytes], dict]:
     reader = Reader([str(file) for file in files], field)
     texts = []
-    for size, text in reader.documents():
-        texts.append(text.read().encode(errors="surrogateescape"))
+    for size, blocks in reader.documents():
+        texts.append(b"".join(blocks))
         assert size == len(texts[-1])
     assert reader.position == sum(file.stat().st_size for file in files)
     account = reader.account
@@ -353,8 +353,9 @@ def test_a_long_text_without_spaces_is_read_in_linear_time(text, monkeypatch):
             sizes.append(len(text) - start)
             return boundary.search(text, start)
 
+    monkeypatch.setattr(formats, "PIECE", 1000)
     monkeypatch.setattr(inputs, "PIECE", 1000)
     monkeypatch.setattr(inputs, "BOUNDARY", Counted)
     whole = text.replace(b" ", b"_") * 100_000
-    assert b"".join(inputs.pieces(io.StringIO(whole.decode(errors="surrogateescape")))) == whole
+    assert b"".join(inputs.pieces(formats.blocks_of(io.BytesIO(whole)))) == whole
     assert sum(sizes) < 3 * len(whole)

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -102,8 +101,8 @@ def tokens_of_pieces(document: bytes, tokenizer: str) -> list[int]:
     """Return the tokens of a document that is cut every 16 bytes or so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs, "PIECE", 16)
-        text = io.StringIO(document.decode(errors="surrogateescape"))
-        parts = [(i == 0, piece) for i, piece in enumerate(inputs.pieces(text))]
+        blocks = iter([document[i : i + 16] for i in range(0, len(document), 16)])
+        parts = [(i == 0, piece) for i, piece in enumerate(inputs.pieces(blocks))]
     assert b"".join(piece for _, piece in parts) == document
     assert load_tokenizer(tokenizer)
     return prepare_data.tokenize(tokenizer, parts).tolist()
