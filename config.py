@@ -51,7 +51,7 @@ class TrainConfig:
     dropout: float = flag(0.0, "probability of zeroing an activation", max=0.99)
 
     # As in the lecture.
-    steps: int = flag(50, "steps (without --data-dir: up to 240)", min=1, group="optimization")
+    steps: int = flag(50, "steps (gpt2 without --data-dir: up to 240)", min=1, group="optimization")
     # 375 million tokens, as in GPT-3.
     warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
     learning_rate: float = flag(
@@ -76,7 +76,7 @@ class TrainConfig:
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
 
-    # These are on by default, unless unavailable or slower: see device.speed_ups_off.
+    # Those that are True are on unless unavailable or slower: see resolve, and choices.py.
     tf32: bool = flag(True, "1: float32 products on tensor cores", "inexact", group="speed-ups")
     bf16: bool = flag(True, "2: bfloat16 where it is safe (autocast)", "inexact")
     compile: bool = flag(True, "3: torch.compile", "inexact")
@@ -244,7 +244,7 @@ def resolve(
     fewest = 6 * flags["n_embd"] if model != "nano" else 0  # nano is quick with either
     if flags["batch_tokens"] < fewest and flags["muon"] and "muon" not in asked:
         rules["muon"] = False
-        reasons["--no-muon"] = f"Muon would take over a third of a step below {fewest} tokens"
+        reasons["--no-muon"] = f"below {fewest} tokens, Muon needs more than a third of a step"
     if flags["muon"]:
         # With Muon, AdamW trains only embeddings and vectors, for which beta1 = 0.8 beat 0.9.
         rules["beta1"] = 0.8
@@ -288,7 +288,7 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
-            cure = "leave it out, or begin a new run with another --out-dir and the same --data-dir"
+            cure = "leave it out, or begin a new run with another --out-dir, without these weights"
             raise UserError(f"{typed_as(name, wanted)}: {has}: {cure}")
     for model, known in SHAPES.items():
         if all(shape[name] == getattr(known, name) for name in ("n_layer", "n_head", "n_embd")):

@@ -116,12 +116,12 @@ def parse_args(argv: list[str]) -> PrepareConfig:
 
 
 def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, Iterator[bytes]]]:
-    """Yield each document: whether it is for validation, its size in bytes, and its text. The seed
-    and the document's number decide the split. The first document is always for training."""
+    """Yield each document: whether it is for validation, its size in bytes, and its text in blocks.
+    The seed and the document's number decide the split. The first document is for training."""
     rng = random.Random(config.seed)
-    for number, (size, text) in enumerate(reader.documents()):
+    for number, (size, blocks) in enumerate(reader.documents()):
         is_val = number > 0 and rng.random() < config.val_fraction
-        yield is_val, size, text
+        yield is_val, size, blocks
 
 
 def batches(reader: Reader, config: PrepareConfig) -> Iterator[tuple[str, list]]:
@@ -131,11 +131,11 @@ def batches(reader: Reader, config: PrepareConfig) -> Iterator[tuple[str, list]]
     cuts_each = not any(is_val and size for is_val, size, _ in drawn)
     parts: dict[str, list[tuple[bool, bytes]]] = {"train": [], "val": []}
     sizes = {"train": 0, "val": 0}  # bytes in parts
-    for is_val, size, text in documents(reader, config):
+    for is_val, size, blocks in documents(reader, config):
         val_start = 0 if is_val else sys.maxsize  # bytes before validation begins
         if cuts_each:
             val_start = size * 9 // 10
-        for i, (split, piece) in enumerate(divided(text, val_start)):
+        for i, (split, piece) in enumerate(divided(blocks, val_start)):
             parts[split].append((i == 0, piece))
             sizes[split] += len(piece)
             if sizes[split] >= 2 * PIECE:
@@ -166,7 +166,7 @@ def tokenize(name: str, parts: list[tuple[bool, bytes]]) -> np.ndarray:
         if begins:
             tokens.append(np.array([tokenizer.end_of_text], TOKEN))
         tokens.append(tokenizer.encode_bytes(text))
-    return np.concatenate(tokens, dtype=TOKEN, casting="unsafe")
+    return np.concatenate(tokens, dtype=TOKEN)
 
 
 def start_worker(folder: Path):
@@ -184,14 +184,14 @@ def end_with_parent():
 def tokenized(
     todo: Iterator[tuple[int, str, list]], name: str, folder: Path, workers: int
 ) -> Iterator[tuple[int, str, np.ndarray]]:
-    """Yield each batch's number, split and tokens, in order. The tokenizer is also in folder."""
+    """Yield each batch's number, split and tokens, in order. Workers load folder's tokenizer."""
     if workers < 2:
         for number, split, parts in todo:
             yield number, split, tokenize(name, parts)
         return
     # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
     with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder,)) as pool:
-        pool.submit(int)  # start all workers now, while the first file's encoding is found
+        pool.map(int, range(workers))  # starts them while the first file's encoding is found
         running: list = []
         for number, split, parts in todo:
             running.append((number, split, pool.submit(tokenize, name, parts)))
@@ -339,7 +339,7 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
             bar.update(reader.position - bar.n)
     for name, split in splits.items():
         if not split.shards and split.num_tokens < 2:  # 2: an input and its target
-            why = "; ".join(reader.account.lines()) or "add more text"
+            why = "; ".join([*reader.account.lines(), "add more text"])
             raise UserError(f"--input has {split.num_tokens} tokens for {name}, too few: {why}")
     for split in splits.values():
         if split.num_tokens:
@@ -440,7 +440,9 @@ def main(argv: list[str] | None = None) -> int:
         cure = "for lack of memory? Repeat the command, with fewer --workers"
         text = f"a tokenizer process was killed, {cure}"
     except ImportError as error:
-        text = f"{error.name} is missing: pip install {error.name}"
+        is_pythons = str(error.name).startswith("_")  # _lzma, for example
+        cure = "use a Python that was built with it" if is_pythons else f"pip install {error.name}"
+        text = f"{error.name} is missing: {cure}"
     except Timeout as error:
         text = f"another process is writing to {Path(error.lock_file).parent}"
     except (RunError, ShardError, OSError) as error:

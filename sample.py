@@ -24,6 +24,7 @@ if __name__ == "__main__":
     ending.guard_imports()
 
 import os
+import signal
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -140,4 +141,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # main returns 130, on Windows too
     sys.exit(main())

@@ -18,14 +18,15 @@ import sys
 
 from support import cores, ending
 
+if __name__ == "__main__":
+    ending.guard_imports()
+
 # By default, a waiting OpenMP thread spins 300,000 times, which occupies a core. On an idle machine
 # this saves up to a fifth of a step. If other programs need the cores, it costs far more: with four
 # of them on two cores, a step of nano took 2,100 ms, and 380 ms with a lower count. torch reads
 # this variable once, when it is imported.
-if cores.busy_share() > 0.25 or (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1":
+if (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1" or cores.busy_share() > 0.25:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-if __name__ == "__main__":
-    ending.guard_imports()
 
 import math
 import time
@@ -37,15 +38,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from config import TrainConfig, asked_flags, read_flags, resolve
-from dataloader import ShardLoader, TokenFolder
+from config import TrainConfig, read_flags
+from dataloader import ShardLoader
 from model import GPT
-from support import checkpoint, choices, corpus, device, evaluate, fit, log, report, run_folder
-from support.cli import spell, typed_as
+from support import device, evaluate, fit, log, report, run_folder
+from support.cli import spell
 from support.ending import NumericalError, Phase, UserError, signals
-from support.files import FolderLock, did_you_mean
+from support.files import FolderLock
 from support.muon import MuonAdamW
-from support.pretrained import Pretrained, formula_loss, load_weights, read_weights
+from support.plan import Plan, check_can_save, check_files_agree, is_complete, make_plan
+from support.pretrained import formula_loss, load_weights, read_weights
 from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
 from support.run import Run, draw, finish, restore, save, stop, update_card, vote_to_stop
 
@@ -76,11 +78,11 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     """Return model wrapped in torch.compile and DDP, which share its parameters. We save, load
     and sample the plain model, so that parameter names in checkpoints have no `_orig_mod.` or
     `module.` prefix, and inputs of other shapes trigger no recompilation."""
-    # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
     net: nn.Module = model
     for name in ("chunked_loss", "loss"):
         vars(model).pop(name, None)  # what an earlier call set below
     if config.compile:
+        # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
     if config.compile and config.loss_chunk_tokens:
         # These alone change the plain model: without them, Inductor would compute all chunks'
@@ -232,7 +234,7 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
 def train(run: Run) -> int:
     """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
     config = run.config
-    if run.step == 0 and config.init_from:
+    if config.init_from and run.saved_step < 0:
         save(run)  # so that a short run can convert other formats
     vote_to_stop(run)  # a signal may have come since the checkpoint was loaded
     # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
@@ -346,105 +348,10 @@ def evaluate_if_due(run: Run):
         run.log.record(step=run.step, **shares)
         run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
     draw(run)
-    vote_to_stop(run)  # also waits for the drawing here, so that no step takes longer by it
+    vote_to_stop(run)  # the other ranks wait for the drawing here, not in a step that is timed
 
 
-# ---- Starting: the main rank decides, then all ranks act -----------------------------------------
-
-
-class Plan(NamedTuple):
-    """What the main rank decides before a run starts."""
-
-    config: TrainConfig
-    reasons: dict[str, str]  # flags that were chosen for this machine, and why
-    is_new: bool  # whether out_dir did not exist yet
-    start: Path | None  # the checkpoint or weights that the run starts from
-    pretrained: Pretrained | None  # what is in start, unless several ranks must read it
-    state: dict | None  # state.json, if start is a checkpoint of the run
-    data: TokenFolder
-    vocab_size: int
-    questions: list[evaluate.Question]
-
-
-def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World) -> Plan:
-    """Plan a run, or an evaluation if lock is None. Only the main rank calls this. Every mistake in
-    flags or files raises UserError here, before the run has written anything."""
-    is_new = not os.path.exists(out_dir)
-    if lock and not is_new:
-        run_folder.take_folder(out_dir, lock, is_new)  # before another run adds a checkpoint
-    pretrained, state = find_start(typed, out_dir)
-    config, reasons = resolve(typed | {"out_dir": str(out_dir)}, state, pretrained, world.device)
-    if lock:
-        config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if fractional
-    has_data = not config.data_dir or os.path.exists(config.data_dir)
-    if state and "data_dir" not in typed and not has_data:
-        place = "go to the folder in which the run began, or add --data-dir"
-        raise UserError(f"the run's --data-dir {config.data_dir} is not here: {place}")
-    begun_with = state["data"] if state and lock else ""
-    data, vocab_size = corpus.open_data(config, pretrained, begun_with)
-    config, measured = choices.choose(config, asked_flags(typed, state, world.device), world)
-    if lock and config.wandb:
-        log.tracker()
-    questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
-    if state and lock:
-        check_same_run(state, config)
-    if lock and typed.get("resume") and not state:
-        log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins")
-    start = pretrained.path if pretrained else None
-    if world.size > 1:
-        pretrained = None  # each rank reads start itself, rather than receive the weights
-    return Plan(
-        config, reasons | measured, is_new, start, pretrained, state, data, vocab_size, questions
-    )
-
-
-def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | None]:
-    """Return the weights that a run starts from, and state.json if the run itself saved them."""
-    init_from, eval_only = typed.get("init_from"), typed.get("eval_only")
-    path = None if init_from and eval_only else checkpoint.newest(out_dir)
-    if path is None and init_from:
-        return checkpoint.read_newest(init_from), None
-    if path is None and eval_only:
-        cure = "name a run with --out-dir, or weights with --init-from"
-        if not os.path.lexists(out_dir):
-            cure += did_you_mean(str(out_dir), "out")
-        raise UserError(f"no checkpoint in {out_dir}: {cure}")
-    if path is None:
-        return None, None
-    try:
-        return read_weights(path), checkpoint.read_state(path)
-    except Exception:
-        if os.path.lexists(path):
-            raise
-        return find_start(typed, out_dir)  # a live run, which we evaluate, has just removed it
-
-
-def check_same_run(state: dict, config: TrainConfig):
-    """Raise UserError if flags would turn the saved run into a different one."""
-    for f in fields(TrainConfig):
-        saved = state["config"].get(f.name, f.default)
-        current = getattr(config, f.name)
-        if f.metadata["on_resume"] == "refuse" and saved != current:
-            has = "none" if saved == "" else typed_as(f.name, saved)
-            text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {has}"
-            raise UserError(f"{text}: leave it out, or name another --out-dir")
-
-
-def is_complete(plan: Plan, out_dir: Path) -> bool:
-    """Return whether a run has finished all its steps and its last evaluation."""
-    last_step = plan.config.steps
-    if plan.state is None or plan.state["step"] < last_step:
-        return False
-    has_evaluated = run_folder.read_summary(out_dir).get("steps") == last_step
-    return has_evaluated or plan.state["step"] > last_step
-
-
-def check_files_agree(plan: Plan, world: World):
-    """Raise UserError if files on this rank's machine differ from those of the main rank."""
-    found = {"the data": world.call_on_all(corpus.open_tokens, plan.data.folder).fingerprint}
-    if plan.start and plan.state:
-        found["the checkpoint"] = checkpoint.fingerprint(plan.start)
-    world.check_same(found)
+# ---- Starting: the main rank makes the plan, then all ranks act ----------------------------------
 
 
 def make_model(plan: Plan, world: World) -> GPT:
@@ -458,20 +365,12 @@ def make_model(plan: Plan, world: World) -> GPT:
     return model
 
 
-def check_can_save(model: GPT, plan: Plan, out_dir: Path):
-    """Raise an error if the network can't be saved and read back, or if the disk is too full."""
-    if not plan.state:
-        checkpoint.check_round_trip(model, plan.data.tokenizer, out_dir)
-    num_params = sum(p.numel() for p in model.parameters())
-    run_folder.check_disk_space(out_dir, num_params, plan.config.keep)
-
-
 def fit_micro_batch(model: GPT, plan: Plan, world: World) -> tuple[nn.Module, int]:
     """Return the sped-up network, and --micro-batch-size or the largest size that fits. Raise
     CompileError if the network can't be compiled."""
     config = plan.config
     if config.compile and world.is_main:
-        log.show("compiling the network: about half a minute the first time, 10 s later")
+        log.show("compiling the network: about half a minute the first time, 10 s after that")
     for B in fit.micro_batch_sizes(model, config, world, plan.state):
         net = world.call_on_all(speed_up, model, config, world)  # DDP may run out of memory
         if fit.pass_fits(net, B, config, world):
@@ -596,7 +495,7 @@ def run_program(typed: dict) -> int:
                 return evaluate_only(typed, world)
             return set_up_and_train(typed, world)
         except Exception as error:
-            fit.check_memory(error)
+            fit.check_memory(error, bool(typed.get("eval_only")))
             raise
 
 

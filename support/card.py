@@ -16,12 +16,12 @@ from transformers import pipeline
 generate = pipeline("text-generation", "THIS FOLDER")
 ```
 
-The program that trained it samples it by `python sample.py THIS FOLDER`, and trains it further by
-`python train_gpt2.py --init-from THIS FOLDER --data-dir DATA`.
+In the program that trained it, `python sample.py THIS FOLDER` samples from it, and
+`python train_gpt2.py --init-from THIS FOLDER --data-dir DATA` trains it further.
 """
-LOAD_CHANGED = """The network is a changed GPT-2, with {}, so transformers refuses it. The program
-that trained it samples it by `python sample.py THIS FOLDER`. If transformers' GPT-2 can express the
-change, map it in hf_config in support/pretrained.py.
+LOAD_CHANGED = """The network is a changed GPT-2, with {}, so transformers refuses it. In the
+program that trained it, `python sample.py THIS FOLDER` samples from it. If transformers' GPT-2 can
+express the change, map it in hf_config in support/pretrained.py.
 """
 
 

@@ -306,7 +306,8 @@ def read_newest(name: str) -> pretrained.Pretrained:
 
 
 def open_model(name: str) -> tuple[GPT, pretrained.Pretrained]:
-    """Return the network that a run, a checkpoint or other weights hold, and the weights."""
+    """Return the network that a run, a checkpoint or other weights hold, and what their files say.
+    Its weights are moved into the network."""
     saved = read_newest(name)
     model = GPT(saved.shape).eval()
     pretrained.load_weights(model, saved)
@@ -314,6 +315,6 @@ def open_model(name: str) -> tuple[GPT, pretrained.Pretrained]:
 
 
 def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
-    """Return a run's network and tokenizer (None if not installed), for notebooks and scripts."""
+    """Return a run's network and tokenizer (None if it is not here), for notebooks and scripts."""
     model, saved = open_model(name)
     return model, load_tokenizer(saved.tokenizer)

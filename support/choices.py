@@ -23,8 +23,8 @@ FEWEST_STEPS = 20
 
 
 def choose(config: TrainConfig, asked: Mapping, world: World) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the config with the best value for this machine of each flag that is measured, except
-    those in `asked`, and the reason for each."""
+    """Return the config with each flag that is measured, except those in `asked`, set to what is
+    best on this machine, and the reason for each."""
     reasons: dict[str, str] = {}
     if "steps" not in asked and "warmup_steps" not in asked:
         config, reasons = shorten_first_run(config, world)
@@ -34,7 +34,8 @@ def choose(config: TrainConfig, asked: Mapping, world: World) -> tuple[TrainConf
     measured = {"bf16": precision, "flash": attention_kernel, "compile": compiling}
     for name, compare in measured.items():
         if name not in asked:
-            is_faster, reason = compare(config)
+            share = replace(config, batch_tokens=config.batch_tokens // world.size)
+            is_faster, reason = compare(share)
             change: dict[str, Any] = {name: is_faster}
             config = replace(config, **change)
             reasons[typed_as(name, is_faster)] = reason
@@ -72,7 +73,7 @@ def attention_kernel(config: TrainConfig) -> tuple[bool, str]:
     flash, plain = race(
         partial(attention_pass, flash_attention, q), partial(attention_pass, attention, q)
     )
-    is_faster = flash < 1.1 * plain  # if in doubt, the same each time, as above
+    is_faster = flash < 1.1 * plain  # near a tie, the default, so that repeated runs agree
     return is_faster, f"attention takes {flash:.1f} ms in one kernel, {plain:.1f} ms step by step"
 
 
@@ -83,8 +84,7 @@ def attention_pass(attend: Callable, q: Tensor):
 
 
 def compiling(config: TrainConfig) -> tuple[bool, str]:
-    """Return whether compiling saves more time of this run than it takes on this CPU, and by how
-    much a compiled block of the network is faster."""
+    """Return whether compiling saves more time of this run than it takes on this CPU, and why."""
     B = max(1, min(4096, config.batch_tokens) // config.seq_len)
     block = Block(config.shape(vocab_size=1), config.compute_config())
     x = torch.randn(B, config.seq_len, config.n_embd, requires_grad=True)
@@ -114,7 +114,7 @@ def compiling(config: TrainConfig) -> tuple[bool, str]:
 
 
 def race(usual: Callable[[], None], other: Callable[[], None]) -> tuple[float, float]:
-    """Return the least time of both functions in ms, over 0.3 s. They take turns, because other
+    """Return each function's least time in ms, over 0.3 s. They take turns, because other
     programs may slow some calls down. Give up if the other is far slower."""
     usual()  # the first call ever in a process takes longer
     times: tuple[list[float], list[float]] = ([], [])
@@ -131,7 +131,7 @@ def race(usual: Callable[[], None], other: Callable[[], None]) -> tuple[float, f
 def shorten_first_run(config: TrainConfig, world: World) -> tuple[TrainConfig, dict[str, str]]:
     """Return a config with fewer steps, and the reason, if this is a run without --data-dir and
     the device is slow."""
-    if config.data_dir or config.init_from or config.model == "nano":
+    if config.data_dir or config.init_from or config.model == "nano" or config.deterministic:
         return config, {}
     L, C, T = config.n_layer, config.n_embd, config.seq_len
     vocab_size = SHAPES[config.model].vocab_size

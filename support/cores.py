@@ -38,8 +38,8 @@ def busy_share() -> float:
 
 
 def core_times() -> tuple[int, int]:
-    """Return how long the usable cores were idle since the start, and how long they were on, in
-    hundredths of a second."""
+    """Return how long the usable cores have been idle since the system started, and how long they
+    have been on, in hundredths of a second."""
     names = {f"cpu{number}" for number in usable_cores()}
     idle = total = 0
     for line in TIMES.read_text().splitlines():

@@ -45,7 +45,7 @@ SIGNALS = [number for number in signal.Signals if number.name in NAMES]
 LIBRARIES = ("torch", "numpy", "tiktoken", "tqdm", "safetensors", "tokenizers", "filelock")
 STARTED_AT = time.monotonic()  # of this process
 brief = ""  # a line on the terminal, which the next one overwrites
-program = "train_gpt2.py"  # the first word of each error line; sample.py changes it
+program = "train_gpt2.py"  # the first word of each error line; each program sets its own
 
 
 class RunError(Exception):
@@ -125,7 +125,7 @@ class StopSignals:
 
     phase = Phase.STARTING
     received_at = math.inf  # time.monotonic() at the first signal
-    end_at = math.inf  # time.monotonic() when --max-hours are over
+    end_at = math.inf  # time.monotonic() when --max-hours is over
 
     @property
     def is_time_up(self) -> bool:
@@ -133,7 +133,7 @@ class StopSignals:
 
     @property
     def received(self) -> bool:
-        """Whether to stop, because of a signal or since --max-hours is over."""
+        """Whether to stop, because of a signal or because --max-hours is over."""
         return self.received_at < math.inf or self.is_time_up
 
     def __enter__(self):
@@ -204,7 +204,7 @@ def report(error: BaseException) -> int | None:
     elif exit_code is not None:
         text = f"error: {error}"
         if exit_code == DiskError.exit_code and signals.phase is not Phase.STARTING:
-            text += "; what was saved before is good: when this is mended, go on with --resume"
+            text += "; what was saved before is good: once this is fixed, continue with --resume"
         print_error(text)
         tell_torchrun(text)
     return exit_code

@@ -163,21 +163,21 @@ def open_questions(path: str, vocab_size: int, tokenizer: str) -> list[Question]
         raise UserError(f"--hellaswag: {tokenizer} tokens exceed the network's {vocab_size} ids")
     if not os.path.isfile(path):
         raise UserError(f"--hellaswag {path}: there is no such file{did_you_mean(path)}")
-    where, examples = f"--hellaswag {path}", []
+    where, questions = f"--hellaswag {path}", []
     try:
         for number, line in enumerate(read_small(Path(path)).splitlines(), 1):
             where = f"--hellaswag {path}, line {number}"
             if line.strip():
-                examples.append(as_example(json.loads(line), codec))
-        if not examples:
+                questions.append(as_question(json.loads(line), codec))
+        if not questions:
             raise ValueError("no questions")
     except Exception as error:  # a record may contain anything
         cure = "it needs ctx, endings and label, like hellaswag_val.jsonl"
         raise UserError(f"{where} is not a valid question ({error!r}): {cure}") from None
-    return examples
+    return questions
 
 
-def as_example(record: dict, codec: Tokenizer) -> Question:
+def as_question(record: dict, codec: Tokenizer) -> Question:
     """Return a record's context and choices as tokens. A space precedes a choice, as in llm.c."""
     if "endings" in record:
         context, choices = record["ctx"], record["endings"]
@@ -193,23 +193,23 @@ def as_example(record: dict, codec: Tokenizer) -> Question:
     return Question(tokens[0], tokens[1:], [len(choice) for choice in choices], label)
 
 
-def answers(model: GPT, examples: list[Question], config: TrainConfig, world: World) -> dict:
+def answers(model: GPT, questions: list[Question], config: TrainConfig, world: World) -> dict:
     """Return the fraction of right answers by three measures. The ranks share the work."""
-    examples_of_rank = examples[world.rank :: world.size]
+    questions_of_rank = questions[world.rank :: world.size]
     model.eval()
     with autocast(config.dtype, world.device):
-        losses = choice_losses(model, examples_of_rank, world.device)
+        losses = choice_losses(model, questions_of_rank, world.device)
     model.train()
     shares = {}
-    for name, count in count_right(examples_of_rank, losses).items():
-        shares[f"hellaswag_{name}"] = sum(world.gather(count)) / len(examples)
+    for name, count in count_right(questions_of_rank, losses).items():
+        shares[f"hellaswag_{name}"] = sum(world.gather(count)) / len(questions)
     return shares
 
 
 @torch.no_grad()
-def choice_losses(model: GPT, examples: list[Question], device: torch.device) -> list[np.ndarray]:
-    """For each example, return the loss of each choice in nats, summed over its tokens."""
-    texts = [(example.context, choice) for example in examples for choice in example.choices]
+def choice_losses(model: GPT, questions: list[Question], device: torch.device) -> list[np.ndarray]:
+    """For each question, return the loss of each choice in nats, summed over its tokens."""
+    texts = [(question.context, choice) for question in questions for choice in question.choices]
     lengths = [len(context) + len(choice) for context, choice in texts]
     losses = np.zeros(len(texts))
     # A pass pads all its texts to the length of the longest, so sort the texts by length.
@@ -219,24 +219,24 @@ def choice_losses(model: GPT, examples: list[Question], device: torch.device) ->
         watchdog.reset()
         num_texts = max(1, tokens_per_pass // lengths[order[-1]])
         order, batch = order[:-num_texts], order[-num_texts:]
-        losses[batch] = answer_losses(model, [texts[i] for i in batch], device).tolist()
+        losses[batch] = batch_losses(model, [texts[i] for i in batch], device).tolist()
     in_order = iter(losses)
-    return [np.array([next(in_order) for _ in example.choices]) for example in examples]
+    return [np.array([next(in_order) for _ in question.choices]) for question in questions]
 
 
-def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tensor:
-    """Return the summed loss of each text's answer: (len(texts),). A text is a context and an
-    answer, as tokens. If a text is too long for the network, its beginning is cut off."""
+def batch_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tensor:
+    """Return the summed loss of each text's choice: (len(texts),). A text is a context and a
+    choice, as tokens. If a text is too long for the network, its beginning is cut off."""
     inputs, targets = [], []
-    for context, answer in texts:
-        tokens = np.concatenate([context, answer])[-model.config.seq_len - 1 :].astype(np.int64)
+    for context, choice in texts:
+        tokens = np.concatenate([context, choice])[-model.config.seq_len - 1 :].astype(np.int64)
         ids = torch.from_numpy(tokens).to(device)
         inputs.append(ids[:-1])
-        targets.append(ids[1:][-len(answer) :])  # nothing predicts the first token
+        targets.append(ids[1:][-len(choice) :])  # nothing predicts the first token
     padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True)  # (B, T)
     with sdpa_kernel(VARLEN_BACKENDS):
         x = model.features(padded)  # (B, T, C)
-    # Only the answers' positions go through the head.
+    # Only the choices' positions go through the head.
     features = []
     for row, ids, target in zip(x, inputs, targets, strict=True):
         features.append(row[: len(ids)][-len(target) :])
@@ -246,13 +246,13 @@ def answer_losses(model: GPT, texts: list[tuple], device: torch.device) -> Tenso
     return torch.stack([part.sum() for part in parts])
 
 
-def count_right(examples: list[Question], losses: list[np.ndarray]) -> dict[str, int]:
-    """Count examples whose right choice has the highest log-probability: in total (acc), per
+def count_right(questions: list[Question], losses: list[np.ndarray]) -> dict[str, int]:
+    """Count questions whose right choice has the highest log-probability: in total (acc), per
     character (acc_norm, like lm-evaluation-harness) or per token (acc_norm_tokens, like llm.c)."""
     right = {"acc": 0, "acc_norm": 0, "acc_norm_tokens": 0}
-    for example, sums in zip(examples, losses, strict=True):
-        num_tokens = [len(choice) for choice in example.choices]
-        right["acc"] += int(sums.argmin() == example.label)
-        right["acc_norm"] += int((sums / example.num_chars).argmin() == example.label)
-        right["acc_norm_tokens"] += int((sums / num_tokens).argmin() == example.label)
+    for question, sums in zip(questions, losses, strict=True):
+        num_tokens = [len(choice) for choice in question.choices]
+        right["acc"] += int(sums.argmin() == question.label)
+        right["acc_norm"] += int((sums / question.num_chars).argmin() == question.label)
+        right["acc_norm_tokens"] += int((sums / num_tokens).argmin() == question.label)
     return right

@@ -21,8 +21,8 @@ IN_USE = (errno.EACCES, errno.EPERM, errno.EBUSY)
 
 
 def did_you_mean(name: str, parent: str = "") -> str:
-    """Return a question that names a file or folder that exists and is spelled like `name`, which
-    does not exist, or is called so in the folder `parent`, or "" if there is none."""
+    """Return "; did you mean PATH?" for a `name` that does not exist: PATH is the same name in the
+    folder `parent`, or an existing path that is spelled like it. Return "" if there is none."""
     if parent and os.path.lexists(Path(parent, name)):
         return f"; did you mean {Path(parent, name)}?"
     path, rest = Path(name), Path()
@@ -99,7 +99,7 @@ class FolderLock:
     def __init__(self, folder: Path):
         self.folder = folder
         self.lock = FileLock(folder / LOCK)
-        self.locked: os.stat_result | None = None  # the lock file, if this process holds the lock
+        self.locked: os.stat_result | None = None  # the lock file, once we have locked it
 
     def acquire(self, wait: bool = False):
         """Lock the folder. Raise Timeout if another process has locked it, unless `wait` is set.

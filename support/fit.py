@@ -24,7 +24,7 @@ def micro_batch_sizes(
 ) -> Iterator[int]:
     """Yield the micro-batch sizes to try, largest first. If --micro-batch-size is set, yield only
     that size; otherwise, every divisor of the number of sequences per rank and step. A resumed run
-    begins with the size in state, because a different size changes the last bits."""
+    tries none larger than the size in state, because another one changes the last bits."""
     if config.micro_batch_size:
         yield config.micro_batch_size
         return
@@ -122,11 +122,13 @@ def is_of_compiler(error: BaseException) -> bool:
     return any(name.startswith(COMPILER) for name in modules)
 
 
-def check_memory(error: BaseException):
+def check_memory(error: BaseException, eval_only: bool):
     """Raise UserError with the cure if error means that memory ran out."""
     if is_out_of_memory(error):
         cure = f"lower --micro-batch-size, or {SAVE_MEMORY}"
-        raise UserError(f"a step does not fit in memory: {cure}: {error!s:.200}") from error
+        if eval_only:
+            cure = "add --loss-chunk-tokens 1024, or end other programs that use it"
+        raise UserError(f"memory ran out: {cure}: {error!s:.200}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

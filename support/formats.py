@@ -20,8 +20,8 @@ from importlib import import_module
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
-PIECE = 1 << 18  # bytes of text to tokenize, or characters to decode, at a time
-BLOCK = 1 << 16  # bytes or characters to look at, or to parse, at a time
+PIECE = 1 << 18  # bytes of text to tokenize at a time
+BLOCK = 1 << 16  # bytes or characters to read, or to parse, at a time
 HEAD = 8000  # bytes that show what a file is
 LONGEST = 1 << 28  # characters of a record
 JSON_NAMES = (".json", ".jsonl", ".ndjson", ".jl")
@@ -62,9 +62,8 @@ class Source:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[BinaryIO, io.TextIOWrapper]]:
-        """Open the source. Yield the file on the disk, and the unpacked text. In a text, bytes that
-        are not UTF-8 are kept as surrogate escapes; in records they become U+FFFD."""
-        errors = "replace" if self.encoding or self.kind != "text" else "surrogateescape"
+        """Open the source. Yield the file on the disk, and the unpacked text, in which bytes that
+        are not in its encoding become U+FFFD."""
         with open(self.path, "rb", buffering=BLOCK) as raw:
             stream = unpacked(archive(self.path).open(self.member) if self.member else raw)
             encoding = self.encoding or "utf-8"
@@ -72,21 +71,20 @@ class Source:
             for mark in (codecs.BOM_UTF8, "\ufeff".encode(encoding, "ignore")):
                 if stream.peek(len(mark)).startswith(mark):
                     stream.read(len(mark))
-            with io.TextIOWrapper(stream, encoding, errors, newline="") as text:
+            with io.TextIOWrapper(stream, encoding, "replace", newline="") as text:
                 yield raw, text
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield a text as UTF-8, with bytes that aren't in its encoding kept or, if it is another
-        one, as U+FFFD. A block may end inside a character."""
+        """Yield a text as UTF-8. Damaged bytes stay as they are, or in a text of another encoding
+        become U+FFFD. A block may end inside a character."""
         with self.opened() as (_, text):
-            if not self.encoding:  # not decoded, which would take as long as all other reading
+            if self.encoding:
+                yield from map(str.encode, blocks_of(text))
+            else:  # not decoded, which would take as long as all other reading
                 yield from blocks_of(text.buffer)
-                return
-            while piece := text.read(BLOCK):
-                yield piece.encode()
 
 
-def blocks_of(stream: Any) -> Iterator[bytes]:
+def blocks_of(stream: Any) -> Iterator[Any]:
     while block := stream.read(BLOCK):
         yield block
 
@@ -138,11 +136,11 @@ def examine(source: Source, text_field: str, encoding: str):
 
 def find_encoding(source: Source, head: bytes, encoding: str):
     """Set the encoding of a text and its size, or the reason to skip it."""
-    marked = [name for mark, name in UNICODE_MARKS.items() if head.startswith(mark)]
-    source.encoding = encoding or "".join(marked[:1])
+    marked = (name for mark, name in UNICODE_MARKS.items() if head.startswith(mark))
+    source.encoding = encoding or next(marked, "")
     has_nul_bytes = codecs.lookup(source.encoding or "utf-8").name.startswith(("utf-16", "utf-32"))
     if (head.startswith(NOT_TEXT) or b"\0" in head) and not has_nul_bytes:
-        source.skipped = "not text (if it is, name its --encoding)"
+        source.skipped = "not text (if it is UTF-16 or UTF-32, name its --encoding)"
         return
     source.size, damaged, is_utf8 = scan(source)
     if damaged and not is_utf8 and not source.encoding:
@@ -163,16 +161,14 @@ def find_encoding(source: Source, head: bytes, encoding: str):
 
 def scan(source: Source) -> tuple[int, bytes, bool]:
     """Return the size of a text as UTF-8, the first piece with bytes that are not in its encoding,
-    and whether more characters are UTF-8 of several bytes than are damaged."""
+    and whether more bytes continue a character of UTF-8 than characters are damaged."""
     size = num_bad = num_more = 0  # num_more: bytes of a character beyond its first
     sample = b""
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    for block in chain(source.blocks(), [b""]):
-        size += len(block)
-        piece = decoder.decode(block, final=not block)
+    for piece in codecs.iterdecode(source.blocks(), "utf-8", "surrogateescape"):
+        content = piece.encode(errors="surrogateescape")
+        size += len(content)
         if piece.isascii():
             continue
-        content = piece.encode(errors="surrogateescape")
         decoded = content.decode(errors="replace")
         num_more += len(content) - len(decoded)
         bad = decoded.count("\ufffd")

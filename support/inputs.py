@@ -167,11 +167,11 @@ class Reader:
         if self.text_field == "text" or any(reader.has_field for _ in reader.documents()):
             return
         if not reader.has_field:
-            why = "; ".join(reader.account.lines()) or "leave it out, as no file has records"
+            why = "; ".join([*reader.account.lines(), "leave it out if no file has records"])
             raise UserError(f"--text-field {self.text_field} has no effect: {why}")
 
     def documents(self) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """Yield each document's size in bytes and its text in blocks of UTF-8. Raise UserError for
+        """Yield each document's size in bytes and its text in blocks of bytes. Raise UserError for
         a damaged file."""
         for path in self.files:
             start = self.position
@@ -179,10 +179,10 @@ class Reader:
                 if path not in self.sources:
                     self.sources[path] = sources(path, self.text_field, self.encoding)
                 for source in self.sources[path]:
-                    for size, text in self.documents_in(source, start):
+                    for size, blocks in self.documents_in(source, start):
                         self.account.documents += size > 0
                         self.account.text_bytes += size
-                        yield size, text
+                        yield size, blocks
             except Exception as error:  # each library has its own exceptions
                 if isinstance(error, ImportError) or getattr(error, "errno", None) in DISK_ERRNOS:
                     raise
@@ -251,11 +251,11 @@ def pieces(blocks: Iterator[bytes]) -> Iterator[bytes]:
     so the pieces have the same tokens as the whole document."""
     text = bytearray()
     for block in blocks:
-        start = max(PIECE, len(text) - 1)  # BOUNDARY looks at the byte behind
+        start = max(PIECE, len(text) - 1)  # BOUNDARY looks one byte ahead
         text += block
-        cut = BOUNDARY.search(text, start)
-        if cut:
+        while cut := BOUNDARY.search(text, start):
             yield bytes(text[: cut.start()])
             del text[: cut.start()]
+            start = PIECE
     if text:
         yield bytes(text)

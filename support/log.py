@@ -154,7 +154,7 @@ def start_wandb(out_dir: Path, config: dict, is_main: bool) -> Any:
         return None
     options = {"project": os.environ.get("WANDB_PROJECT", "train_gpt2"), "config": config}
     try:
-        # A new run in the same folder is a run of its own, so the folder keeps the run's id.
+        # The id is in the folder, since a later run may have a folder of the same name.
         file = out_dir / WANDB_ID
         if not file.exists():
             file.write_text(uuid4().hex[:16])

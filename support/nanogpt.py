@@ -23,7 +23,7 @@ RENAMED = {  # to flags that take the same value
 }
 COMPUTED = {"batch_size", "dataset", "decay_lr", "dtype", "eval_iters", "min_lr"}
 COMPUTED |= {"gradient_accumulation_steps"}
-HINTS = {  # what has no flag here: nanoGPT's value that it has, and what to say of others
+HINTS = {  # without a flag here: its fixed value as nanoGPT spells it, and what to say of others
     "beta2": ("0.95", "beta2 is 0.95, in make_optimizer in train_gpt2.py"),
     "bias": ("True", "the network has biases, like OpenAI's"),
 }
@@ -43,7 +43,7 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     settings = dict(read_settings(argv))
     config = settings.pop(CONFIG, "")
     foreign = [name for name in settings if name in FOREIGN]
-    foreign += [name for name in ["init_from"] if settings.get(name) in ("scratch", "resume")]
+    foreign += ["init_from"] if settings.get("init_from") in ("scratch", "resume") else []
     foreign += [config] if config else []
     if not foreign:
         return
@@ -76,7 +76,7 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
     if flags.get("resume"):
         texts.append("--resume begins a new run if there is none")
     elif "data_dir" not in flags and flags.keys() & {"model", "eval_only"}:
-        texts.append("nanoGPT's data is openwebtext, and ours without --data-dir Python's source")
+        texts.append("nanoGPT's data is openwebtext; without --data-dir, ours is Python's source")
     if not flags.get("muon", True):
         texts.append("without --no-muon you get Muon, which needs fewer steps")
     return texts
@@ -160,7 +160,7 @@ def computed(settings: dict) -> dict:
     numbers = {name: float(settings.get(name, DEFAULTS[name])) for name in DEFAULTS}
     B, T = int(numbers["batch_size"]), int(settings.get("seq_len", 1024))
     if "total_batch_size" in settings:
-        flags["micro_batch_size"] = B
+        flags |= {"micro_batch_size": B} if "batch_size" in settings else {}
     elif settings.keys() & {"batch_size", "gradient_accumulation_steps"}:
         flags["batch_tokens"] = int(numbers["gradient_accumulation_steps"]) * B * T
     if "eval_iters" in settings:

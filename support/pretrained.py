@@ -18,7 +18,7 @@ from torch import Tensor
 from dataloader import VOCAB_SIZES
 from model import GPT, GPTConfig
 from support.ending import UserError
-from support.files import did_you_mean, open_regular, read_small
+from support.files import did_you_mean, read_small
 from support.tokenizer import load_tokenizer, read_tokenizer
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
@@ -261,7 +261,7 @@ def read_file(path: Path) -> dict:
     """Return the contents of a .json file, a .safetensors file or a file written by torch.save."""
     if not path.is_file():  # reading a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
-    with open_regular(path) as f:
+    with open(path, "rb") as f:
         head = f.read(64).lstrip().lower()
     for start, kind in FOREIGN.items():
         if head.startswith(start.lower()):

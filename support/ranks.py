@@ -87,7 +87,7 @@ class World:
                 code, text = failed
                 tell_torchrun(f"error: {text}")
                 sys.exit(code)
-        return result  # type: ignore[return-value]  # no rank has an error, so this one has a result
+        return result  # type: ignore[return-value]  # no rank failed, so this is a result
 
     def end_all(self, error: RunError):
         """Raise error, which all ranks have, on the main rank. Exit the others with its code."""
@@ -126,7 +126,7 @@ def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
     except ValueError as error:
         raise UserError(f"RANK and the like must be integers ({error}): use torchrun") from error
     if not 0 <= rank < size or local_rank < 0:
-        raise UserError(f"RANK {rank} must be at least 0 and below WORLD_SIZE {size}")
+        raise UserError(f"RANK {rank} or LOCAL_RANK {local_rank} is wrong for WORLD_SIZE {size}")
 
     can_use_mps = torch.backends.mps.is_available() and size == 1
     if kind == "cuda" and not num_gpus:

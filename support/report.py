@@ -25,7 +25,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     config, env, loader = run.config, run.environment, run.loader
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
-    record |= {"command": as_typed(run, typed), "preparation": preparation(run.data.folder)}
+    record |= {"command": typed_command(run, typed), "preparation": preparation(run.data.folder)}
     record |= {name: run.optimizer.defaults[name] for name in ("betas", "eps")}
     run.log.record(**record, data=run.data.fingerprint, resumed=run.step if state else None)
     epoch_tokens = len(loader) * loader.T
@@ -35,7 +35,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     decayed, others = run.model.decay_groups()
     num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
     adamw = "fused AdamW" if config.fused else "AdamW"
-    muon = f"Muon for the blocks' matrices, {adamw} for the rest (--no-muon: all by AdamW)"
+    muon = f"Muon for the blocks' matrices, {adamw} for the rest (--no-muon: {adamw} for all)"
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
         f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs:.2f} epochs of"
@@ -54,7 +54,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     run.log.print("\n".join(lines))
 
 
-def as_typed(run: Run, typed: dict) -> str:
+def typed_command(run: Run, typed: dict) -> str:
     """Return the command that started this process."""
     flags = [typed_as(name, value) for name, value in typed.items()]
     line = " ".join([command("train_gpt2.py"), *flags])
@@ -105,39 +105,39 @@ def start_warnings(run: Run, num_epochs: float) -> list[str]:
 
 def changes_since(state: dict, run: Run) -> list[str]:
     """Return lines about changes since the checkpoint, and about which ones alter the last bits."""
-    changes = defaultdict(list)  # by on_resume
+    found = defaultdict(list)  # by on_resume
     for f in fields(TrainConfig):
         saved, current = state["config"].get(f.name, f.default), getattr(run.config, f.name)
         if f.name == "micro_batch_size":
             saved, current = state["micro_batch_size"], run.loader.B
         if saved != current:
-            changes[f.metadata["on_resume"]].append(f"{spell(f.name)} {current} instead of {saved}")
+            found[f.metadata["on_resume"]].append(f"{spell(f.name)} {current} instead of {saved}")
     for name in (*checkpoint.ENVIRONMENT, "processor"):
         current = str(run.environment[name]).split()
         saved = str(state["environment"].get(name, run.environment[name])).split()  # older: no key
         if saved != current:
             new = " ".join(word for word in current if word not in saved) or "none"
             old = " ".join(word for word in saved if word not in current) or "none"
-            changes["inexact"].append(f"{name} {new} instead of {old}")
-    lines = [f"changed: {change}" for change in changes["allow"]]
+            found["inexact"].append(f"{name} {new} instead of {old}")
+    lines = [f"changed: {change}" for change in found["allow"]]
     now = run.environment["formula"]
     if state["environment"].get("formula", now) != now:
-        lines.append("changed: model.py computes something else than when the run was saved")
+        lines.append("changed: model.py no longer computes what it did when the run was saved")
     if state["val_losses"] and not run.val_losses:
         lines.append("the best checkpoint is chosen anew: validations so far used other tokens")
     if has_moved(state, run.world.device):
         lines.append("new device: speed-ups and micro-batch size are chosen again")
-    if changes["inexact"]:
-        text = f"this resume is not bit for bit because of {', '.join(changes['inexact'])}"
-        lines.append(f"{text}, so dropout masks differ" if run.config.dropout else text)
+    if found["inexact"]:
+        text = f"this resume is not bit for bit because of {', '.join(found['inexact'])}"
+        lines.append(f"{text}, so dropout masks may differ" if run.config.dropout else text)
     return lines
 
 
 def warn_if_rate_jumps(run: Run, old: float, new: float):
-    """Warn if a resume with more steps or another schedule raises the learning rate."""
+    """Warn if flags that changed at a resume more than double the learning rate."""
     if new > 2 * old:
-        text = f"the learning rate goes up from {old:.2e} to {new:.2e}, as the new schedule has it"
-        run.log.print(f"{text}: the loss may rise at first, and falls again as the rate does")
+        text = f"the learning rate goes up from {old:.2e} to {new:.2e}, because flags have changed"
+        run.log.print(f"{text}: the loss may rise at first, and fall again as the rate does")
 
 
 def warn_if_slow(run: Run, seconds: float):

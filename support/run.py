@@ -124,7 +124,7 @@ def update_card(run: Run):
         return
     state = state_of(run)
     before = {step: loss for step, loss in run.val_losses.items() if step != run.step}
-    with suppress(OSError, DiskError):  # the next save says it
+    with suppress(OSError, DiskError):  # the next save reports it
         run.lock.check()
         path = run.out_dir / f"step_{run.step:06d}" / CARD
         if path.read_bytes() == model_card(run.model, state | {"val_losses": before}).encode():

@@ -27,8 +27,8 @@ def checkpoints(out_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first."""
     pattern = re.compile(r"step_(\d{6}|[1-9]\d{6,17})", re.ASCII)
     paths = out_dir.glob("step_*") if os.path.isdir(out_dir) else []  # the name may be too long
-    steps = [path for path in paths if pattern.fullmatch(path.name) and path.is_dir()]
-    return sorted(steps, key=step_of, reverse=True)
+    found = [path for path in paths if pattern.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def run_of_newest(paths: Iterable[Path]) -> Path | None:
@@ -41,7 +41,7 @@ def run_of_newest(paths: Iterable[Path]) -> Path | None:
 
 
 def newest_run(parent: Path) -> Path | None:
-    """Return the run in a folder that has saved a checkpoint last, or None if there is no run."""
+    """Return the run in `parent` that saved a checkpoint most recently, or None without runs."""
     return run_of_newest(step for path in parent.glob("*") for step in checkpoints(path)[:1])
 
 
@@ -83,22 +83,22 @@ def check_nothing_is_meant(out_dir: Path):
     text = f"--out-dir {out_dir} holds no checkpoint to resume from"
     if checkpoints(out_dir):
         return
-    if all(os.path.exists(out_dir / file) for file in ("config.json", "model.safetensors")):
-        raise UserError(f"{text}, but a model: begin a new run with --init-from {out_dir}")
-    below = newest_run(out_dir)
-    if below:
-        raise UserError(f"{text}, but runs: name one of them, such as {below}")
-    for path in sorted(out_dir.glob("*.pt")):  # nanoGPT's ckpt.pt, for example
-        if not (out_dir / LOG).exists():
-            cure = f"begin a new run with --init-from {path} and another --out-dir"
-            raise UserError(f"{text}, but {path.name}: {cure}")
-    if os.path.lexists(out_dir):  # a run that was killed before its first checkpoint, for example
-        return
+    if os.path.isdir(out_dir):
+        if all(os.path.exists(out_dir / file) for file in ("config.json", "model.safetensors")):
+            raise UserError(f"{text}, but a model: begin a new run with --init-from {out_dir}")
+        below = newest_run(out_dir)
+        if below:
+            raise UserError(f"{text}, but runs: name one of them, such as {below}")
+        for path in sorted(out_dir.glob("*.pt")):  # nanoGPT's ckpt.pt, for example
+            if not (out_dir / LOG).exists():
+                cure = f"begin a new run with --init-from {path} and another --out-dir"
+                raise UserError(f"{text}, but {path.name}: {cure}")
+        return  # a run that was killed before its first checkpoint, for example
     siblings = sorted(out_dir.parent.glob("*"))
     meant = [Path("out", out_dir), *(path for path in siblings if is_slip(out_dir.name, path.name))]
     for path in filter(checkpoints, meant):
         cure = f"to begin a new run of that name, first type mkdir -p {quoted(str(out_dir))}"
-        raise UserError(f"{text}; did you mean {path}? Else, {cure}")
+        raise UserError(f"{text}; did you mean {path}? If not, {cure}")
 
 
 def is_slip(name: str, other: str) -> bool:

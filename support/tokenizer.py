@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizers in GPT-2's format, each made from the files of a folder.
 
 Data folders and checkpoints hold vocab.json and merges.txt, so neither needs another place. A
-tokenizer's name is "bytes", "gpt2", or "bpe-" with the first digits of the SHA-256 of its
-vocabulary, merges and end token.
+tokenizer's name is "bytes", "gpt2", or "bpe-" or "alphabet-" (nanoGPT's data by character) with the
+first digits of the SHA-256 of its vocabulary, merges and end token.
 """
 
 import hashlib
@@ -267,7 +267,7 @@ def how_to_get(name: str) -> str:
     if name == "gpt2":
         return vocab_cure()
     if name == "unknown":  # weights of nanoGPT, or of transformers without a tokenizer
-        return "train from these weights (--init-from) on data that they know (--data-dir)"
+        return "train from these weights (--init-from) on tokens that they know (--data-dir)"
     files = "vocab.json and merges.txt (or nanoGPT's meta.pkl)"
     return f"copy {files} of its data, or of a checkpoint, beside the weights"
 

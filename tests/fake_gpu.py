@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_iter
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import train_gpt2
-from support import checkpoint, run_folder
+from support import checkpoint, plan, run_folder
 
 aten = torch.ops.aten
 
@@ -201,6 +201,7 @@ def fake_gpu(gib: float, capability: str) -> Iterator[Device]:
         (F, "scaled_dot_product_attention"): fused_attention,
         (train_gpt2, "GPT"): Model,
         (train_gpt2, "read_weights"): with_numbers(train_gpt2.read_weights),
+        (plan, "read_weights"): with_numbers(train_gpt2.read_weights),
         (checkpoint.pretrained, "read_weights"): with_numbers(train_gpt2.read_weights),
         (checkpoint, "load_file"): with_numbers(checkpoint.load_file),
         (checkpoint, "save"): not_written,

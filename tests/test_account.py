@@ -514,7 +514,8 @@ def test_the_preparation_ends_with_the_account_and_repeats_it(tmp_path, capsys):
         f"{2 + len(FRENCH.encode())} bytes of text",
         f"{NO_TEXT}: 1, the first: {texts / 'a.jsonl'}, record 2, which holds int",
         f"assumed cp1252: 1, the first: {texts / 'b.txt'}",
-        f"{BINARY} (if it is, name its --encoding): 1, the first: {texts / 'c.png'}",
+        f"{BINARY} (if it is UTF-16 or UTF-32, name its --encoding): 1, the first: "
+        f"{texts / 'c.png'}",
     ]
     for _ in range(2):
         assert prepare(tmp_path / "data", "--input", texts) == 0

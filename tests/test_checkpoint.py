@@ -27,7 +27,7 @@ import sample
 import train_gpt2
 from config import TrainConfig
 from model import GPT, GPTConfig
-from support import checkpoint, pretrained
+from support import checkpoint, plan, pretrained
 from support.checkpoint import (
     DamagedCheckpoint,
     check_read_back,
@@ -280,7 +280,7 @@ def test_a_reader_whose_checkpoint_a_live_run_removes_looks_again(
     elif reader == "load_model":
         load_model("run")
     elif reader == "--init-from":
-        found, _ = train_gpt2.find_start({"init_from": "run"}, Path("new"))
+        found, _ = plan.find_start({"init_from": "run"}, Path("new"))
         assert found.path == Path("run/step_000010")
     else:
         assert train_gpt2.main(["--eval-only", "--out-dir", "run"]) == 0

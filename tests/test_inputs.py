@@ -307,7 +307,8 @@ def test_a_file_of_no_text_is_skipped_and_counted_and_alone_refused(kind, tmp_pa
     capsys.readouterr()
     assert prepare(tmp_path / "data", "--input", texts) == 0
     out = capsys.readouterr().out
-    assert f"file skipped, not text (if it is, name its --encoding): 1, the first: {texts}" in out
+    skipped = "file skipped, not text (if it is UTF-16 or UTF-32, name its --encoding)"
+    assert f"{skipped}: 1, the first: {texts}" in out
     for split in ("train", "val"):
         assert stream(tmp_path / "data", split) == stream(tmp_path / "texts only", split)
     assert prepare(tmp_path / "alone", "--input", texts / f"50.{kind}") == 2
@@ -353,7 +354,7 @@ def test_a_long_text_without_spaces_is_read_in_linear_time(text, monkeypatch):
             sizes.append(len(text) - start)
             return boundary.search(text, start)
 
-    monkeypatch.setattr(formats, "PIECE", 1000)
+    monkeypatch.setattr(formats, "BLOCK", 1000)
     monkeypatch.setattr(inputs, "PIECE", 1000)
     monkeypatch.setattr(inputs, "BOUNDARY", Counted)
     whole = text.replace(b" ", b"_") * 100_000

@@ -70,6 +70,12 @@ def test_a_config_file_for_an_evaluation_names_what_an_evaluation_takes(tmp_path
     assert command_in(translated(f"{tmp_path}/ours.py --steps 9")) == {"n_layer": 4, "steps": 9}
 
 
+def test_a_micro_batch_that_nobody_typed_is_left_to_what_fits():
+    """nanoGPT's 12 sequences of 1,024 tokens do not divide llm.c's batch."""
+    typed = command_in(translated("--total_batch_size=524288 --num_iterations=9"))
+    assert typed == {"batch_tokens": 524288, "steps": 9}
+
+
 CASES = {  # what was typed: what must be in the answer
     "--bias=False": "the network has biases, like OpenAI's",
     "--beta2=0.99": "beta2 is 0.95, in make_optimizer",

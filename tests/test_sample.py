@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import NEEDS_POSIX
 from test_pretrained import SMALLEST, nanogpt_checkpoint
 
 import sample
@@ -105,3 +107,14 @@ def test_it_starts_as_a_program(whole):
     command = [sys.executable, sample.__file__, str(whole[1]), "--prompt=a", "--sample-tokens=2"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("a")
+
+
+@NEEDS_POSIX
+def test_ctrl_c_at_the_prompt_ends_with_130(whole):
+    command = [sys.executable, sample.__file__, str(whole[1])]
+    streams = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **streams) as process:
+        assert "sampling from" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert "Traceback" not in process.stderr.read()

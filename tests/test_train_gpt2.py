@@ -43,6 +43,7 @@ import sample
 import train_gpt2
 from config import RECIPES, SCHEDULES, TrainConfig
 from model import GPT, MLP, SHAPES, GPTConfig
+from support import checkpoint, choices
 from support.checkpoint import checkpoints
 from support.cli import spell
 from support.device import autocast
@@ -235,7 +236,7 @@ def fail_to_compile(rank: int):
                 raise RuntimeError("from a launcher") from OutOfResources("shared memory")
             return self.model(*args)
 
-    train_gpt2.choices.compiling = lambda config: (True, "it pays")
+    choices.compiling = lambda config: (True, "it pays")
     torch.compile = lambda model, **_: Compiled(model)
 
 
@@ -328,13 +329,13 @@ def test_watching_never_changes_the_run(whole, data_dir, tmp_path):
 
 def count_read_backs(rank: int):
     """Injection: how many checkpoints this process reads back, in a file."""
-    check_read_back, path = train_gpt2.checkpoint.check_read_back, Path("read back")
+    check_read_back, path = checkpoint.check_read_back, Path("read back")
 
     def counted(*args):
         path.write_text(f"{path.read_text() if path.exists() else ''}{args[0].name} ")
         check_read_back(*args)
 
-    train_gpt2.checkpoint.check_read_back = counted
+    checkpoint.check_read_back = counted
 
 
 def test_each_process_reads_its_first_save_back_a_resumed_one_too(data_dir, tmp_path):
@@ -892,6 +893,7 @@ MISTAKES = {
     f"--data-dir {'a' * 300}": "is not a folder of tokens",
     f"--init-from {'a' * 300}/x": "no such file, folder or model",
     f"--out-dir {'a' * 300}": "can't write to --out-dir .*too long",
+    f"--out-dir {'a' * 300} --resume": "can't write to --out-dir .*too long",
     "--out-dir run": "--out-dir run holds a run: add --resume, or name another",
     "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: use another name",
@@ -963,6 +965,20 @@ def test_a_mistake_is_one_line_of_one_rank(data_dir, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+def test_a_resume_from_the_first_checkpoint_does_not_write_it_again(
+    whole, data_dir, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    line = flags(
+        data_dir=data_dir, out_dir="run", init_from=whole[1], steps=2, keep=3, **OF_WEIGHTS
+    )
+    assert train_gpt2.main(line) == 0
+    shutil.rmtree("run/step_000002")  # as if the run had been killed before it
+    Path("run/step_000000/README.md").write_text("my own words")
+    assert train_gpt2.main([*line, "--resume"]) == 0
+    assert Path("run/step_000000/README.md").read_text() == "my own words"
+
+
 @pytest.mark.parametrize("name", ["hellaswag", "data_dir", "init_from", "out_dir"])
 def test_a_pipe_or_an_empty_folder_is_refused(name, data_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
