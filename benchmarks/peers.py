@@ -223,8 +223,9 @@ def rows(result: dict) -> list[dict]:
         variant = " ".join(f"{key}={value}" for key, value in runs[-1]["variant"].items())
         speeds = [1000 * result["batch_tokens"] / step_ms(run) for run in runs]
         ratios = [step_ms(done[name]) / step_ms(done[OURS]) for done in rounds]
-        flags = result["flags"] or "" if name == OURS else ""
-        row = {"program": f"{name} {variant} {flags}".strip()}
+        if name == OURS and result.get("flags"):
+            variant += f" {result['flags']}"
+        row = {"program": f"{name} {variant}"}
         row["tokens/s"] = f"{median(speeds):,.0f}"
         row["train_gpt2.py is faster by"] = "" if name == OURS else f"{median(ratios):.2f}"
         if len(rounds) > 1:
