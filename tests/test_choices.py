@@ -65,12 +65,8 @@ def test_an_emulated_precision_costs_one_call(monkeypatch):
 COMPILING = [  # ms of a block, ms of a compiled one, seconds to compile it, and what comes of it
     (10, 9, 0.01, True),
     (10, 12, 0.01, False),
-    (
-        10,
-        9,
-        0.5,
-        False,
-    ),  # the whole network takes five times as long, which 10% of a run do not pay
+    # The whole network takes five times as long to compile, which 10% of a run do not pay.
+    (10, 9, 1.0, False),
     (1, 0.5, 0.01, False),  # the run is short, so that nothing is compiled
 ]
 

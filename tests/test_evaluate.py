@@ -136,7 +136,7 @@ def test_the_loss_of_an_answer_is_the_sum_over_its_tokens():
     model = spread(GPT(TINY))
     rows = [(tokens(n, seed=n), count) for n, count in ((5, 2), (17, 16), (9, 1), (30, 4))]
     asked = [np.split(row.numpy(), [-count]) for row, count in rows]
-    losses = evaluate.answer_losses(model, asked, torch.device("cpu"))
+    losses = evaluate.batch_losses(model, asked, torch.device("cpu"))
     for (row, count), loss in zip(rows, losses, strict=True):
         row = row[-17:]  # what fits
         log_probs = model.logits(row[None, :-1])[0].log_softmax(dim=-1)
