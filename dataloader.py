@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
@@ -143,7 +144,7 @@ def open_folder(path: Path, tokenizer: str = "", vocab_size: int = 1 << 16) -> T
     text, new = "YOUR_TEXT", path.with_suffix("") if path.suffix else path
     if os.path.isfile(path):
         text, new = str(path), Path("data", path.stem)
-    cure = f"python {PREPARE} --input {text} --data-dir {new} makes one"
+    cure = f"{prepare_command(text, new)} makes one"
     if not os.path.isdir(path):
         raise ShardError(f"--data-dir {path} is not a folder of tokens: {cure}")
     if (path / MANIFEST).is_file():  # reading a pipe would wait forever
@@ -162,11 +163,16 @@ def open_folder(path: Path, tokenizer: str = "", vocab_size: int = 1 << 16) -> T
     problem = f"has no {'val' if data.train else 'train'} shards"
     if not data.train and not data.val:
         problem = "holds no shards of tokens"
-        tokens = f"data/{path.resolve().name}-tokens"
-        cure = f"to make some from its text: python {PREPARE} --input {path} --data-dir {tokens}"
+        tokens = Path("data", f"{path.resolve().name}-tokens")
+        cure = f"to make some from its text: {prepare_command(str(path), tokens)}"
         below = [str(manifest.parent) for manifest in sorted(path.glob(f"*/{MANIFEST}"))]
         cure = f"name {' or '.join(below)}" if below else cure
     raise ShardError("; ".join([f"--data-dir {path} {problem}: {cure}", *data.notes]))
+
+
+def prepare_command(text: str, folder: Path) -> str:
+    words = ["python", PREPARE, "--input", text, "--data-dir", str(folder)]
+    return subprocess.list2cmdline(words)  # with quotes, if need be, that most shells understand
 
 
 def open_prepared(path: Path) -> TokenFolder:

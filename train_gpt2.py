@@ -214,12 +214,14 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
     run.loader.position -= config.batch_tokens // config.seq_len
     if run.saved_step != run.step:
         save(run)
+    where = f" (not finite on rank {', '.join(ranks)})" if ranks else ""
     text = (
-        f"step {run.step + 1} gave loss {loss} (not finite on rank {', '.join(ranks) or 'none'})"
+        f"step {run.step + 1} gave loss {loss}{where}"
         f" and gradient norm {grad_norm}, on sequences {run.loader.position:,} to {end - 1:,}:"
         f" no update; step {run.step} is saved"
     )
-    cure = f"try --resume with a --learning-rate below {config.learning_rate}"
+    cure = f"as the same weights would give the same again, remove step_{run.step:06d} and --resume"
+    cure += f" with a --learning-rate below {config.learning_rate}, or begin a new run with one"
     if run.step == 0:
         cure = "the weights are the initial ones, so look at the network, its loss and the data"
     if math.isfinite(loss) and run.world.device.type == "cuda" and config.flash:
@@ -417,6 +419,8 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     world.call_on_main(check_can_save, model, plan, out_dir)
     if plan.is_new:
         world.call_on_main(run_folder.take_folder, out_dir, lock, plan.is_new)
+    if typed.get("resume") and not state and world.is_main:
+        log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins")
     model.to(world.device)
     plan, net, B = build_net(model, plan, typed, world)
     config = plan.config
@@ -504,7 +508,7 @@ def set_up_and_train(typed: dict, world: World) -> int:
     name, resume = typed.get("out_dir", ""), typed.get("resume", False)
     lock = FolderLock(world.call_on_main(run_folder.choose_out_dir, name, resume))
     if resume:
-        world.call_on_main(run_folder.check_nothing_is_meant, lock.folder)
+        world.call_on_main(run_folder.check_nothing_is_meant, lock.folder, typed)
     try:
         run = set_up(typed, lock, world)
         return train(run) if run else ending.DONE

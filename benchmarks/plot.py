@@ -316,7 +316,7 @@ def draw(runs: list[Run], references: list[dict], path: Path):
         axes.xaxis.set_major_formatter(lambda x, _: brief(x))
         axes.grid(alpha=0.3)
     panels[0].set(yscale="log", ylabel=f"loss ({unit}, log scale), dots: validation")
-    panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))  # far enough apart
+    panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
     panels[0].yaxis.set_minor_locator(NullLocator())
     panels[0].yaxis.set_major_formatter("{x:g}")
     titles = dict.fromkeys(f"{run.flags['model']} on {run.data}" for run in runs)
@@ -330,15 +330,13 @@ def draw(runs: list[Run], references: list[dict], path: Path):
 
 
 def in_bits_per_byte(run: Run) -> Run:
-    """Return a run whose losses are in bits per byte. Training text has nearly as many bytes per
-    token as validation text, whose number the log has."""
-    bits, losses = run.values["bits_per_byte"], run.values["val_loss"]
-    ratios = [bits[step] / losses[step] for step in bits if losses.get(step)]
-    if not ratios:
+    """Return a run whose validations are in bits per byte. It has no training losses, because the
+    log does not say how many bytes its training tokens have."""
+    bits = run.values["bits_per_byte"]
+    if not any(bits.values()):
         why = "has no validation in bits per byte"
         raise ValueError(f"{run.name} {why}, and losses of other tokens differ: leave it out")
-    training = {step: np.median(ratios) * loss for step, loss in run.values["loss"].items()}
-    return replace(run, values=run.values | {"loss": training, "val_loss": bits})
+    return replace(run, values=run.values | {"loss": {}, "val_loss": bits})
 
 
 def brief(number: float) -> str:
@@ -378,7 +376,8 @@ def draw_run(axes, axis: str, run: Run, color, label: str | None):
         values, num = smoothed(run)
         axes.plot(x[num // 2 :][: len(values)], values, color=color, linewidth=1.3, zorder=2)
     x = run.x(axis, val_steps)
-    axes.plot(x, val_losses, "o", color=color, markersize=5, zorder=3, label=label)
+    line = "o" if len(steps) else "o-"
+    axes.plot(x, val_losses, line, color=color, markersize=5, zorder=3, label=label)
 
 
 def main():
@@ -390,7 +389,7 @@ def main():
         type=Path,
         help="picture to write (default: RUN/curves.png; with --csv or --against none)",
     )
-    add("--csv", type=Path, help="also write the table of runs to this file")
+    add("--csv", type=Path, help="write the table of runs to this file")
     add("--against", choices=["reference"], help="say how runs compare with published ones")
     args = parser.parse_args()
     runs = read_runs(args.runs)
@@ -411,6 +410,7 @@ def main():
             writer = csv.DictWriter(f, rows[0].keys())
             writer.writeheader()
             writer.writerows(rows)
+        print(args.csv)
     if args.out or not (args.against or args.csv):
         # The run itself draws loss.png, so the picture beside it has another name.
         path = args.out or machine.unused(Path(args.runs[0], "curves.png"))

@@ -17,7 +17,8 @@ generate = pipeline("text-generation", "THIS FOLDER")
 ```
 
 In the program that trained it, `python sample.py THIS FOLDER` samples from it, and
-`python train_gpt2.py --init-from THIS FOLDER --data-dir DATA` trains it further.
+`python train_gpt2.py --init-from THIS FOLDER --data-dir DATA` trains it further, on data that
+`python prepare_data.py --tokenizer THIS FOLDER --input TEXT --data-dir DATA` makes.
 """
 LOAD_CHANGED = """The network is a changed GPT-2, with {}, so transformers refuses it. In the
 program that trained it, `python sample.py THIS FOLDER` samples from it. If transformers' GPT-2 can

@@ -28,12 +28,12 @@ def choose(config: TrainConfig, asked: Mapping, world: World) -> tuple[TrainConf
     reasons: dict[str, str] = {}
     if "steps" not in asked and "warmup_steps" not in asked:
         config, reasons = shorten_first_run(config, world)
-    if world.device.type != "cpu" or config.fp16 or config.bf16_residual:
+    if world.device.type != "cpu" or config.fp16:
         return config, reasons
     # In this order, because each one is measured with what is chosen so far.
     measured = {"bf16": precision, "flash": attention_kernel, "compile": compiling}
     for name, compare in measured.items():
-        if name not in asked:
+        if name not in asked and not (name == "bf16" and config.bf16_residual):
             share = replace(config, batch_tokens=config.batch_tokens // world.size)
             is_faster, reason = compare(share)
             change: dict[str, Any] = {name: is_faster}

@@ -26,13 +26,17 @@ def open_data(
     with other tokens than these, whose fingerprint is `begun_with` ("": it has not begun)."""
     folder = Path(config.data_dir)
     if not config.data_dir:
-        folder = python_source(python_source_tokenizer(config.model, pretrained))
+        name = python_source_tokenizer(config.model, pretrained)
+        if pretrained and pretrained.shape.vocab_size < VOCAB_SIZES.get(name, 0):
+            text = f"{pretrained.path} knows too few tokens for Python's source in {name}"
+            raise UserError(f"{text}: name its own data with --data-dir")
+        folder = python_source(name)
     data = open_tokens(folder)
     # The fingerprint covers tokens, not file names, so the folder may have moved.
     if begun_with and data.fingerprint != begun_with:
-        cure = f"to train on it, begin a new run from this one: --init-from {config.out_dir}"
+        cure = f"to train on it, begin a new run with --init-from {quoted(config.out_dir)}"
         text = f"--data-dir {data.folder} differs from the data that the run in {config.out_dir}"
-        raise UserError(f"{text} began with: {cure}, and another --out-dir")
+        raise UserError(f"{text} began with: {cure} and another --out-dir")
     if pretrained:
         vocab_size = pretrained.shape.vocab_size
     elif config.model != "nano" and (data.tokenizer == "bytes" or not config.data_dir):
@@ -105,7 +109,8 @@ def check_data(data: TokenFolder, seq_len: int, pretrained: Pretrained | None, v
         largest = shard.max_id if shard.max_id < vocab_size else largest_id(shard)
         if largest >= vocab_size:
             limit = f"but the network only knows 0 to {vocab_size - 1}"
-            raise UserError(f"{shard.path} holds token {largest}, {limit}: prepare the data again")
+            cure = "name data in its own tokens" if pretrained else "prepare the data again"
+            raise UserError(f"{shard.path} holds token {largest}, {limit}: {cure}")
 
 
 def largest_id(shard: Shard) -> int:

@@ -140,7 +140,7 @@ def find_encoding(source: Source, head: bytes, encoding: str):
     source.encoding = encoding or next(marked, "")
     has_nul_bytes = codecs.lookup(source.encoding or "utf-8").name.startswith(("utf-16", "utf-32"))
     if (head.startswith(NOT_TEXT) or b"\0" in head) and not has_nul_bytes:
-        source.skipped = "not text (if it is UTF-16 or UTF-32, name its --encoding)"
+        source.skipped = "not plain text (save it as .txt; if it is UTF-16, name its --encoding)"
         return
     source.size, damaged, is_utf8 = scan(source)
     if damaged and not is_utf8 and not source.encoding:

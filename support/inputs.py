@@ -227,7 +227,7 @@ class Reader:
                 self.account.skip_record(no_text, where)
                 return None
             self.has_field = True
-            value = record[name]
+            value, no_text = record[name], f"no text in the field {name}"
         if isinstance(value, list) and (text := paragraphs(value)):
             self.account.note("assumed a list to be paragraphs", f"{where}, {shown(value)}")
             value = text

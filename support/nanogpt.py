@@ -73,8 +73,12 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
         texts.append("sequences per pass are --micro-batch-size, by default as many as fit")
     if str(settings.get("lr_decay_iters", flags.get("steps"))) != str(flags.get("steps")):
         texts.append("the rate decays until --steps, not lr_decay_iters")
+    if str(flags.get("init_from")).endswith(".pt"):
+        texts.append("the weights are taken, not the optimizer's state; steps begin at 0")
+    if str(flags.get("init_from")).endswith(".pt") and "data_dir" not in flags:
+        texts.append("name the data that it was trained on, data/NAME, with --data-dir")
     if flags.get("resume"):
-        texts.append("--resume begins a new run if there is none")
+        texts.append("if there is no checkpoint, --resume begins a new run")
     elif "data_dir" not in flags and flags.keys() & {"model", "eval_only"}:
         texts.append("nanoGPT's data is openwebtext; without --data-dir, ours is Python's source")
     if not flags.get("muon", True):
@@ -161,8 +165,10 @@ def computed(settings: dict) -> dict:
     B, T = int(numbers["batch_size"]), int(settings.get("seq_len", 1024))
     if "total_batch_size" in settings:
         flags |= {"micro_batch_size": B} if "batch_size" in settings else {}
-    elif settings.keys() & {"batch_size", "gradient_accumulation_steps"}:
+    elif settings.keys() & {"gradient_accumulation_steps", "seq_len", "dataset"}:
         flags["batch_tokens"] = int(numbers["gradient_accumulation_steps"]) * B * T
+    elif "batch_size" in settings:  # alone, and maybe of nobody's program
+        flags["micro_batch_size"] = B
     if "eval_iters" in settings:
         flags["eval_tokens"] = int(settings["eval_iters"]) * B * T
     if "min_lr" in settings:

@@ -51,8 +51,6 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
         check_same_run(state, config)
-    if lock and typed.get("resume") and not state:
-        log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins")
     start = pretrained.path if pretrained else None
     if world.size > 1:
         pretrained = None  # each rank reads start itself, rather than receive the weights

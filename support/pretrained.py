@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dataloader import VOCAB_SIZES
 from model import GPT, GPTConfig
-from support.ending import UserError
+from support.ending import UserError, print_error
 from support.files import did_you_mean, read_small
-from support.tokenizer import load_tokenizer, read_tokenizer
+from support.tokenizer import load_tokenizer, read_alphabet, read_tokenizer
 
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
 HUB_FILES = ["*.json", "*.safetensors", "merges.txt"]
@@ -102,7 +102,7 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
     if tokenizer in VOCAB_SIZES:  # gpt2's vocabulary may not be on this machine
         end_of_text = VOCAB_SIZES[tokenizer] - 1
     settings["bos_token_id"] = settings["eos_token_id"] = end_of_text
-    settings[OUR_KEY] = {"shape": shape, "tokenizer": tokenizer}
+    settings[OUR_KEY] = {"shape": shape, "tokenizer": tokenizer, "formula": formula_loss()}
     if changes(config):  # transformers must not load it as a GPT-2, and shows this reason
         reason = f"GPT-2 changed by {', '.join(changes(config))}: see README.md beside config.json"
         settings |= {"model_type": reason, "architectures": []}
@@ -112,22 +112,26 @@ def hf_config(config: GPTConfig, tokenizer: str) -> dict:
 def changes(config: GPTConfig) -> list[str]:
     """Return what makes this network something other than what transformers loads: fields of
     GPTConfig, or an edit of model.py that no field shows."""
-    known = (*HF_SHAPE, *MAPPED, "pad_vocab")
-    found = [
-        f"{f.name}={getattr(config, f.name)}"
-        for f in fields(GPTConfig)
-        if f.name not in known and getattr(config, f.name) != f.default
-    ]
+    found = [f"{name}={getattr(config, name)}" for name in changed_fields(config)]
     return found if formula_loss() == GPT2_LOSS else [*found, "an edit of model.py"]
 
 
+def changed_fields(config: GPTConfig) -> list[str]:
+    """Return the fields that transformers does not know, and that differ from their defaults."""
+    known = (*HF_SHAPE, *MAPPED, "pad_vocab")
+    added = [f for f in fields(GPTConfig) if f.name not in known]
+    return [f.name for f in added if getattr(config, f.name) != f.default]
+
+
 @lru_cache
-def formula_loss() -> str:
+def formula_loss(**changed) -> str:
     """Return the loss of a small network, which an edit of what model.py computes changes. Its
-    weights are made up, so that no part of it is idle. Its other fields have their defaults."""
+    weights are made up, so that no part of it is idle. Fields that aren't in `changed` have their
+    defaults."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # --tf32 would also change it on some CPUs
-    model = GPT(GPTConfig(vocab_size=64, seq_len=16, n_layer=2, n_head=4, n_embd=64)).eval()
+    small = GPTConfig(vocab_size=64, seq_len=16, n_layer=2, n_head=4, n_embd=64)
+    model = GPT(replace(small, **changed)).eval()
     tokens = torch.arange(17)[None] * 7 % 64
     with torch.no_grad():
         for p in model.parameters():
@@ -203,6 +207,12 @@ def from_hf(settings: dict, tensors: dict[str, Tensor], folder: Path) -> Pretrai
             weights[name] = tensor.transpose(0, -1)
     if OUR_KEY in settings:
         ours = settings[OUR_KEY]  # a field added to GPTConfig since then gets its default
+        unknown = ", ".join(sorted(ours["shape"].keys() - {f.name for f in fields(GPTConfig)}))
+        if unknown:
+            text = "was written by another version of this code, whose model.py has"
+            raise UserError(f"{folder} {text} {unknown}: use that")
+        if ours.get("formula", formula_loss()) != formula_loss():
+            print_error(f"model.py no longer computes what it did when {folder} was saved")
         return checked(folder, ours["shape"], weights, str(ours["tokenizer"]))
     for name, values in HF_SETTINGS.items():
         value = settings.get(name, values[0])
@@ -224,6 +234,11 @@ def read_nanogpt(path: Path) -> Pretrained:
     if shape["vocab_size"] == 50304:  # both projects pad GPT-2's vocabulary
         shape["vocab_size"] = VOCAB_SIZES["gpt2"]
         weights[WTE] = weights[WTE][: VOCAB_SIZES["gpt2"]]
+    config = saved["config"] if isinstance(saved.get("config"), dict) else {}
+    for folder in (path.parent, Path("data", str(config.get("dataset")))):
+        alphabet = read_alphabet(folder / "meta.pkl")
+        if alphabet and alphabet.size == shape["vocab_size"]:
+            return checked(path, shape, weights, alphabet.name)
     return checked(path, shape, weights)
 
 

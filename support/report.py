@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ from config import TrainConfig, has_moved
 from dataloader import MANIFEST, read_manifest
 from support import checkpoint
 from support.cli import command, spell, typed_as
-from support.pretrained import changes
+from support.pretrained import changed_fields, changes, formula_loss
 from support.run import Run
 from support.tokenizer import load_tokenizer, vocab_cure
 
@@ -25,11 +26,13 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     config, env, loader = run.config, run.environment, run.loader
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
-    record |= {"command": typed_command(run, typed), "preparation": preparation(run.data.folder)}
+    record["command"] = typed_command(run, typed, reasons)
+    record["preparation"] = preparation(run.data.folder)
     record |= {name: run.optimizer.defaults[name] for name in ("betas", "eps")}
     run.log.record(**record, data=run.data.fingerprint, resumed=run.step if state else None)
     epoch_tokens = len(loader) * loader.T
-    num_epochs = config.steps * config.batch_tokens / epoch_tokens
+    tokens_left = (config.steps - run.step) * config.batch_tokens
+    num_epochs = (loader.position * loader.T + tokens_left) / epoch_tokens
     unused_tokens = sum(shard.num_tokens for shard in loader.shards) - epoch_tokens
     source = "" if config.data_dir else " (Python's own source)"
     decayed, others = run.model.decay_groups()
@@ -54,10 +57,11 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     run.log.print("\n".join(lines))
 
 
-def typed_command(run: Run, typed: dict) -> str:
-    """Return the command that started this process."""
+def typed_command(run: Run, typed: dict, reasons: dict[str, str]) -> str:
+    """Return the command that started this process, with the flags that it has chosen since, for
+    `reasons` of this machine: measured again, they may come out differently."""
     flags = [typed_as(name, value) for name, value in typed.items()]
-    line = " ".join([command("train_gpt2.py"), *flags])
+    line = " ".join([command("train_gpt2.py"), *flags, *reasons])
     if run.world.size > 1:
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or run.world.size)
         launcher = f"torchrun --nnodes={run.world.size // num_local} --nproc_per_node={num_local}"
@@ -88,6 +92,10 @@ def start_warnings(run: Run, num_epochs: float) -> list[str]:
     changed = ", ".join(changes(run.model.config))
     if changed:
         lines.append(f"GPT-2 is changed by {changed}, so transformers will refuse the checkpoints")
+    for name in changed_fields(run.model.config):
+        with suppress(ValueError):  # the small network can't have this value
+            if formula_loss(**{name: getattr(run.model.config, name)}) == formula_loss():
+                lines.append(f"{spell(name)} has no effect: does model.py read it?")
     has_gpt2 = bool(load_tokenizer("gpt2"))
     if not has_gpt2 and tokenizer != "gpt2" and config.model != "nano" and not config.data_dir:
         lines.append(f"training without GPT-2's vocabulary, which is missing: {vocab_cure()}")

@@ -78,27 +78,30 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     return out_dir
 
 
-def check_nothing_is_meant(out_dir: Path):
+def check_nothing_is_meant(out_dir: Path, typed: dict):
     """Raise UserError if --resume names no run, but something else that the user may mean."""
     text = f"--out-dir {out_dir} holds no checkpoint to resume from"
     if checkpoints(out_dir):
         return
     if os.path.isdir(out_dir):
         if all(os.path.exists(out_dir / file) for file in ("config.json", "model.safetensors")):
-            raise UserError(f"{text}, but a model: begin a new run with --init-from {out_dir}")
+            cure = f"begin a new run with --init-from {quoted(str(out_dir))}"
+            raise UserError(f"{text}, but a model: {cure}")
         below = newest_run(out_dir)
         if below:
             raise UserError(f"{text}, but runs: name one of them, such as {below}")
         for path in sorted(out_dir.glob("*.pt")):  # nanoGPT's ckpt.pt, for example
             if not (out_dir / LOG).exists():
-                cure = f"begin a new run with --init-from {path} and another --out-dir"
+                cure = f"begin a new run with --init-from {quoted(str(path))} and another --out-dir"
                 raise UserError(f"{text}, but {path.name}: {cure}")
         return  # a run that was killed before its first checkpoint, for example
     siblings = sorted(out_dir.parent.glob("*"))
     meant = [Path("out", out_dir), *(path for path in siblings if is_slip(out_dir.name, path.name))]
+    cure = f"to begin a new run of that name, first type mkdir -p {quoted(str(out_dir))}"
     for path in filter(checkpoints, meant):
-        cure = f"to begin a new run of that name, first type mkdir -p {quoted(str(out_dir))}"
         raise UserError(f"{text}; did you mean {path}? If not, {cure}")
+    if "out_dir" in typed and not typed.keys() & {"data_dir", "init_from"}:  # moved, or misspelt
+        raise UserError(f"{text}: name the run's folder; {cure}")
 
 
 def is_slip(name: str, other: str) -> bool:

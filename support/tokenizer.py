@@ -144,7 +144,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
         # Path.exists raises an error if the name is too long. AutoTokenizer prefers tokenizer.json.
         if os.path.exists(folder / "tokenizer.json"):
             vocab, merges = from_tokenizer_json(read_json(folder / "tokenizer.json"))
-        elif os.path.exists(folder / "merges.txt"):
+        elif all(os.path.exists(folder / name) for name in ("vocab.json", "merges.txt")):
             vocab = read_json(folder / "vocab.json")
             merges = read_small(folder / "merges.txt").decode().splitlines()
             if merges and merges[0].startswith("#version"):
@@ -258,7 +258,10 @@ def require_tokenizer(name: str, may_download: bool = False) -> Tokenizer:
     """Return a tokenizer. Raise UserError if it is unknown or not on this machine."""
     tokenizer = load_tokenizer(name, may_download)
     if tokenizer is None:
-        raise UserError(f"there is no tokenizer called {name} on this machine: {how_to_get(name)}")
+        problem = f"there is no tokenizer called {name} on this machine"
+        if name == "unknown":
+            problem = "these weights come without their tokenizer"
+        raise UserError(f"{problem}: {how_to_get(name)}")
     return tokenizer
 
 
@@ -267,7 +270,8 @@ def how_to_get(name: str) -> str:
     if name == "gpt2":
         return vocab_cure()
     if name == "unknown":  # weights of nanoGPT, or of transformers without a tokenizer
-        return "train from these weights (--init-from) on tokens that they know (--data-dir)"
+        cure = "put nanoGPT's meta.pkl beside them if they know characters"
+        return f"{cure}, or train from them (--init-from) on tokens that they know (--data-dir)"
     files = "vocab.json and merges.txt (or nanoGPT's meta.pkl)"
     return f"copy {files} of its data, or of a checkpoint, beside the weights"
 

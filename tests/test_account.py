@@ -41,7 +41,7 @@ NO_TEXT = "record skipped, no text in the field text"
 NO_JSON = "record skipped, no valid JSON"
 CELLS = "record skipped, its number of cells differs from the header's"
 MARKUP = "read as text with its markup"
-BINARY = "file skipped, not text"
+BINARY = "file skipped, not plain text"
 PARAGRAPHS = "assumed a list to be paragraphs"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
@@ -514,7 +514,7 @@ def test_the_preparation_ends_with_the_account_and_repeats_it(tmp_path, capsys):
         f"{2 + len(FRENCH.encode())} bytes of text",
         f"{NO_TEXT}: 1, the first: {texts / 'a.jsonl'}, record 2, which holds int",
         f"assumed cp1252: 1, the first: {texts / 'b.txt'}",
-        f"{BINARY} (if it is UTF-16 or UTF-32, name its --encoding): 1, the first: "
+        f"{BINARY} (save it as .txt; if it is UTF-16, name its --encoding): 1, the first: "
         f"{texts / 'c.png'}",
     ]
     for _ in range(2):

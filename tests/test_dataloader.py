@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,15 @@ import torch
 from conftest import write_shard
 
 import dataloader
-from dataloader import DamagedShard, Shard, ShardLoader, epoch_offset, open_shard
+from dataloader import (
+    DamagedShard,
+    Shard,
+    ShardError,
+    ShardLoader,
+    epoch_offset,
+    open_folder,
+    open_shard,
+)
 
 TOKENS = np.arange(1000, dtype="<u2")
 RAW = TOKENS.tobytes()
@@ -275,3 +284,13 @@ def test_shuffled_differs_by_seed_and_epoch_and_never_by_version():
     orders = {tuple(shuffle(99, seed, epoch)) for seed in range(9) for epoch in range(9)}
     assert len(orders) == 81
     assert shuffle(8, seed=1337) == [6, 4, 0, 3, 7, 2, 1, 5]
+
+
+def test_a_command_that_is_offered_can_be_pasted(tmp_path):
+    folder = tmp_path / "my texts"
+    folder.mkdir()
+    with pytest.raises(ShardError) as error:
+        open_folder(folder)
+    words = shlex.split(str(error.value).partition("from its text: ")[2].partition(";")[0])
+    tokens = str(Path("data", "my texts-tokens"))
+    assert words[1:] == ["prepare_data.py", "--input", str(folder), "--data-dir", tokens]

@@ -307,12 +307,12 @@ def test_a_file_of_no_text_is_skipped_and_counted_and_alone_refused(kind, tmp_pa
     capsys.readouterr()
     assert prepare(tmp_path / "data", "--input", texts) == 0
     out = capsys.readouterr().out
-    skipped = "file skipped, not text (if it is UTF-16 or UTF-32, name its --encoding)"
+    skipped = "file skipped, not plain text (save it as .txt; if it is UTF-16, name its --encoding)"
     assert f"{skipped}: 1, the first: {texts}" in out
     for split in ("train", "val"):
         assert stream(tmp_path / "data", split) == stream(tmp_path / "texts only", split)
     assert prepare(tmp_path / "alone", "--input", texts / f"50.{kind}") == 2
-    assert "0 tokens for train, too few: file skipped, not text" in error_of(capsys)
+    assert "0 tokens for train, too few: file skipped, not plain text" in error_of(capsys)
     assert not (tmp_path / "alone").exists()
 
 

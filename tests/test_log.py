@@ -234,6 +234,7 @@ def test_a_stranger_finds_all_that_repeats_a_run(whole):
     assert record["command"].startswith("torchrun --nnodes=1 --nproc_per_node=2 ")
     assert "train_gpt2.py --model nano " in record["command"]
     assert " --batch-tokens 192 " in record["command"] and "commit" in record["environment"]
+    assert "compile" not in record["typed"] and " --no-compile" in record["command"]  # chosen
     assert record["betas"] == [0.8, 0.95] and record["eps"] == 1e-8
     assert record["preparation"]["flags"]["val_fraction"] == 0.2
     assert record["preparation"]["input"] and record["preparation"]["account"]

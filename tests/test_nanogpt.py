@@ -87,7 +87,9 @@ CASES = {  # what was typed: what must be in the answer
     "--dtype=bfloat16": "--bf16",
     "--lr 3e-4": "--learning-rate 3e-4",
     "--lr=1e-3 --min_lr=1e-4": "--learning-rate 1e-3 --decay-to 0.1",
-    "--batch_size 4": "sequences per pass are --micro-batch-size",
+    "--batch_size 4": "train_gpt2.py --micro-batch-size 4",
+    "--batch_size=4 --block_size=64": "--batch-tokens 10240",
+    "--init_from=ckpt.pt --max_iters=9": "steps begin at 0; name the data",
     "--decay_lr=False": "--schedule constant --warmup-steps 0",
     "--max_iters=60 --warmup_iters=100": "--steps 60 --warmup-steps 59",
     "--max_iters=60 --lr_decay_iters=100": "the rate decays until --steps",
@@ -117,9 +119,9 @@ def test_a_resume_of_nanogpts_own_run_begins_with_its_weights(tmp_path, monkeypa
     path = os.path.join("theirs", "ckpt.pt")
     assert f"train_gpt2.py --init-from {path}" in translated("--init_from=resume --out_dir=theirs")
     with pytest.raises(UserError, match=f"ckpt.pt: .* --init-from {re.escape(path)} and another"):
-        check_nothing_is_meant(Path("theirs"))
+        check_nothing_is_meant(Path("theirs"), {})
     Path("theirs", "log.jsonl").touch()  # a run of ours that was killed early
-    check_nothing_is_meant(Path("theirs"))
+    check_nothing_is_meant(Path("theirs"), {})
     with pytest.raises(UserError, match=f"holds no GPT-2, .*: name {re.escape(path)}"):
         read_weights(Path("theirs"))
 

@@ -290,7 +290,8 @@ def test_runs_with_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path):
     done = run_program(a, c, "--out", "both.png", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "both.png").exists(), done.stderr
     run = plot.in_bits_per_byte(plot.read_run(a))
-    assert run.values["loss"] == {1: 2.25, 2: 1.5} and run.values["val_loss"] == {2: 3.0}
+    # Its training text has another number of bytes per token than its validation text.
+    assert run.values["loss"] == {} and run.values["val_loss"] == {2: 3.0}
 
 
 def test_every_reference_names_its_source():

@@ -225,6 +225,20 @@ def nanogpt_checkpoint(config: GPTConfig, bias: bool = True, **changes) -> tuple
     return model, saved | {"best_val_loss": torch.tensor(3.0)}
 
 
+@pytest.mark.parametrize("place", ["", "data/mine"])
+def test_nanogpts_weights_have_the_alphabet_of_their_data(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs(place or ".", exist_ok=True)
+    shape = GPTConfig(vocab_size=3, seq_len=16, n_layer=1, n_head=1, n_embd=8)
+    torch.save(nanogpt_checkpoint(shape)[1] | {"config": {"dataset": "mine"}}, "ckpt.pt")
+    for letters, code in (("ab", 2), ("abc", 0)):  # the first is another data set's
+        meta = {"stoi": {letter: i for i, letter in enumerate(letters)}}
+        Path(place, "meta.pkl").write_bytes(pickle.dumps(meta))
+        line = ["ckpt.pt", "--sample-tokens=3", "--prompt="]
+        assert sample_program.main(line) == code
+        assert "put nanoGPT's meta.pkl beside them" in capsys.readouterr().err or code == 0
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_checkpoint_of_nanogpt_loads(tmp_path, bias):
     model, saved = nanogpt_checkpoint(TINY, bias)

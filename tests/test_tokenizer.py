@@ -16,6 +16,7 @@ from support import tokenizer
 from support.ending import UserError
 from support.tokenizer import (
     END_OF_TEXT,
+    TOKENIZERS,
     Tokenizer,
     load_tokenizer,
     missing_vocab,
@@ -286,3 +287,10 @@ def test_a_gpt2_of_another_language_keeps_its_tokenizer(tmp_path, capsys):
     assert read_tokenizer(last).sha256 == theirs.sha256
     assert json.loads((last / "config.json").read_text())["eos_token_id"] == 1
     assert transformers.AutoTokenizer.from_pretrained(last).eos_token == "</s>"
+
+
+def test_half_a_tokenizer_is_none(tmp_path):
+    for name, content in TOKENIZERS["bytes"].files().items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "vocab.json").unlink()
+    assert read_tokenizer(tmp_path) is None

@@ -43,7 +43,7 @@ import sample
 import train_gpt2
 from config import RECIPES, SCHEDULES, TrainConfig
 from model import GPT, MLP, SHAPES, GPTConfig
-from support import checkpoint, choices
+from support import checkpoint, choices, report
 from support.checkpoint import checkpoints
 from support.cli import spell
 from support.device import autocast
@@ -425,13 +425,35 @@ def edit_mlp(rank: int):
     MLP.forward = lambda mlp, x: mlp.c_proj(mlp.c_fc(x).relu())
 
 
-def test_a_resume_says_that_model_py_was_edited(data_dir, tmp_path):
+def add_idle_field(rank: int):
+    """Injection: pad_vocab, which changes no loss, is a new field that nothing reads."""
+    report.changed_fields = lambda config: ["pad_vocab"]
+
+
+def test_a_field_without_an_effect_is_said(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", steps=3, pad_vocab=False)
+    code, out, err = train(line, tmp_path, inject=add_idle_field)
+    assert code == 0 and "--pad-vocab has no effect: does model.py read it?" in out, err
+
+
+def test_the_epochs_of_a_resumed_run_count_what_it_has_read(data_dir, tmp_path):
+    """Three steps of 192 tokens and three of 96, of an epoch of 142 * 16."""
+    line = flags(data_dir=data_dir, out_dir="run", steps=3)
+    assert train(line, tmp_path)[0] == 0
+    line = flags(data_dir=data_dir, out_dir="run", steps=6, batch_tokens=96, resume=True)
+    code, out, err = train(line, tmp_path)
+    assert code == 0 and ": 0.38 epochs of 142 sequences" in out, err
+
+
+def test_a_resume_says_that_model_py_was_edited(data_dir, tmp_path, capsys):
     line = flags(data_dir=data_dir, out_dir="run", steps=3)
     assert train(line, tmp_path)[0] == 0
     line = [*flags(data_dir=data_dir, out_dir="run", steps=4), "--resume"]
     code, out, err = train(line, tmp_path, inject=edit_mlp)
-    assert code == 0 and "changed: model.py computes something else than" in out, err
+    assert code == 0 and "changed: model.py no longer computes what" in out, err
     assert "GPT-2 is changed by an edit of model.py, so transformers will refuse" in out
+    assert sample.main([str(tmp_path / "run"), "--prompt=a", "--sample-tokens=2"]) == 0
+    assert "model.py no longer computes what it did when" in capsys.readouterr().err
     code, out, err = train([*line, "--steps=5"], tmp_path)  # the edit is undone
     assert code == 0 and "changed: model.py" in out and "transformers" not in out, err
 
@@ -965,18 +987,16 @@ def test_a_mistake_is_one_line_of_one_rank(data_dir, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
-def test_a_resume_from_the_first_checkpoint_does_not_write_it_again(
-    whole, data_dir, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    line = flags(
-        data_dir=data_dir, out_dir="run", init_from=whole[1], steps=2, keep=3, **OF_WEIGHTS
-    )
-    assert train_gpt2.main(line) == 0
-    shutil.rmtree("run/step_000002")  # as if the run had been killed before it
-    Path("run/step_000000/README.md").write_text("my own words")
-    assert train_gpt2.main([*line, "--resume"]) == 0
-    assert Path("run/step_000000/README.md").read_text() == "my own words"
+def test_a_resume_from_the_first_checkpoint_does_not_write_it_again(whole, data_dir, tmp_path):
+    changes = {"init_from": whole[1], "steps": 2, "keep": 3, "warmup_steps": 1}
+    line = flags(data_dir=data_dir, out_dir="run", **OF_WEIGHTS | changes)
+    assert train(line, tmp_path)[0] == 0
+    shutil.rmtree(tmp_path / "run/step_000002")  # as if the run had been killed before it
+    card = tmp_path / "run/step_000000/README.md"
+    card.write_text("my own words")
+    code, out, err = train([*line, "--resume"], tmp_path)
+    assert code == 0 and "resumed after step 0" in out, err
+    assert card.read_text() == "my own words"
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "data_dir", "init_from", "out_dir"])
