@@ -411,6 +411,8 @@ def summary(reader: Reader) -> str:
 
 def report(folder: Path, manifest: dict):
     """Print what folder holds, and what became of the input."""
+    tokenizer = manifest["tokenizer"]  # a small text has fewer tokens than --vocab-size
+    show(f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} tokens")
     share = manifest.get("flags", {}).get("val_fraction", PrepareConfig.val_fraction)
     for split in ("train", "val"):
         shards = manifest[split]["shards"]

@@ -240,6 +240,8 @@ def main():
     if not {"--", "-h", "--help"} & {*sys.argv}:
         raise ValueError("put the flags of train_gpt2.py after --, as --help shows")
     args = parser.parse_args()
+    if any(flag.startswith(("--out-dir", "--out_dir")) for flag in args.flags):
+        raise ValueError(f"leave --out-dir out: the runs are in {RUNS / args.name}")
     print(block({f"sweep-{args.name}.json": measure(args)}))
     print(f"\nThe curves: python benchmarks/plot.py {RUNS / args.name}")
 

@@ -87,12 +87,13 @@ class OneLineParser(argparse.ArgumentParser):
         hint = "see --help"
         number = re.search(r"invalid (int|float) value: '(.*)'", message)
         if number:
-            hint = "type a whole number" if number[1] == "int" else "type a number"
+            hint = "type a whole number" if number[1] == "int" else "type a number, such as 0.8"
             with suppress(ValueError, OverflowError):  # such as 1e3
                 hint = f"try {int(float(number[2]))}"
         if "unrecognized" in message:
             if "--" not in message:  # such as `--compile true`, or a file without its flag
-                hint = "flags begin with --, a switch takes no value, and there are no config files"
+                hint = "flags begin with --, a switch takes no value, names with spaces need quotes"
+                hint += ", and there are no config files"
             for name in re.findall(r"(?<=\s)--[^\s=]+", message):
                 if name in self.synonyms:
                     raise UserError(f"{name} here is {self.synonyms[name]}")

@@ -505,7 +505,13 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
         None,
     ),
     "a NaN loss": (at("train_step", 4, bad_loss, on_rank=1), 2, 4, r" 1\).* 36 to 47", [3]),
-    "an infinite gradient": (at("train_step", 4, bad_gradient, on_rank=1), 2, 4, "k none", [3]),
+    "an infinite gradient": (
+        at("train_step", 4, bad_gradient, on_rank=1),
+        2,
+        4,
+        r"\d and gradient",
+        [3],
+    ),
     "other weights": (
         at("log_step", 6, change_a_weight, on_rank=1),
         2,

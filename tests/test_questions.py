@@ -76,7 +76,7 @@ def test_what_is_no_file_of_questions_is_refused(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=cure):
             open_questions(str(tmp_path / name), 257, "bytes")
     path = str(jsonl(tmp_path / "a.jsonl", HELLASWAG))
-    with pytest.raises(UserError, match="no tokenizer called unknown on this machine"):
+    with pytest.raises(UserError, match="these weights come without their tokenizer"):
         open_questions(path, 65, "unknown")
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *_: None)
     with pytest.raises(UserError, match="gpt2 on this machine: run python .* as vocab.json"):

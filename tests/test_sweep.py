@@ -131,6 +131,8 @@ def test_a_mistake_is_one_line(project):
     done = run_sweep(project, "--", "--typo")
     assert done.stderr.splitlines()[-1] == "sweep.py: error: --typo: --typo is no flag"
     assert done.returncode == 2
+    done = run_sweep(project, "--", "--a", "1,2", "--out-dir=mine")
+    assert "leave --out-dir out: the runs are in" in done.stderr and done.returncode == 2
     done = run_sweep(project, "--until-loss-of", "b", "--", "--a", "1,2")
     assert "no finished run has these flags and a loss" in done.stderr and done.returncode == 2
 
