@@ -413,6 +413,7 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
             log.show(f"already complete: {done}, and --steps is {config.steps:,}; {more}")
         return None
 
+    learning_rate(config.warmup_steps, config)  # raises if the schedule has no branch
     # Build the network, and find a micro-batch that fits.
     set_backends(config, world)
     model = make_model(plan, world)

@@ -320,7 +320,9 @@ def draw(runs: list[Run], references: list[dict], path: Path):
     panels[0].yaxis.set_minor_locator(NullLocator())
     panels[0].yaxis.set_major_formatter("{x:g}")
     titles = dict.fromkeys(f"{run.flags['model']} on {run.data}" for run in runs)
-    title = textwrap.fill("; ".join(titles), 120)
+    texts = {str(run.start.get("preparation", {}).get("files")) for run in runs}
+    title = "; ".join(titles) + (" (different texts: not comparable)" if len(texts) > 1 else "")
+    title = textwrap.fill(title, 120)
     figure.suptitle(title, fontsize=15, parse_math=False)  # a name may hold $
     legend = figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center")
     for text in legend.get_texts():

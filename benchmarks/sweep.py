@@ -101,6 +101,9 @@ def train(run: dict) -> dict:
         return {"state": "diverged", "why": why}
     if machine.is_out_of_memory(code, why):
         return {"state": "does not fit", "why": why}
+    if "belongs to a live run" in why:
+        cure = "wait for the other sweep of this name, or use another --name"
+        raise ValueError(f"{run['folder']} is a live run: {cure}")
     raise ValueError(f"{shlex.join(run['flags'])}: {why}")
 
 

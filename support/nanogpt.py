@@ -66,6 +66,8 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
 
 def remarks(settings: dict[str, str], flags: dict) -> list[str]:
     """Return what is different here."""
+    if "model" in flags:  # a whole command line of nanoGPT's, whose networks have no biases
+        settings = {"bias": "False"} | settings
     texts = [text for name, (ours, text) in HINTS.items() if settings.get(name, ours) != ours]
     if "wandb_project" in settings and flags.get("wandb"):
         texts.append(f"name the project by WANDB_PROJECT={settings['wandb_project']}")

@@ -58,6 +58,7 @@ def test_nanogpts_command_line_is_translated_whole_and_its_config_not_executed(t
     longer = translated(f"{tmp_path}/train_char.py {LAPTOP} --max_iters=5000")
     assert command_in(longer)["warmup_steps"] == 2000
     assert "beta2 is 0.95, in make_optimizer" in message and "rate decays" not in message
+    assert "the network has biases" in message  # nanoGPT's default has none
     assert (tmp_path / "train_char.py").exists()
 
 

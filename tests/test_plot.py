@@ -294,6 +294,20 @@ def test_runs_with_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path):
     assert run.values["loss"] == {} and run.values["val_loss"] == {2: 3.0}
 
 
+@pytest.mark.parametrize("files", ["x", "y"])
+def test_a_picture_of_runs_on_different_texts_says_so(files, tmp_path, monkeypatch):
+    titles = []
+    suptitle = "matplotlib.figure.Figure.suptitle"
+    monkeypatch.setattr(suptitle, lambda _, text, **__: titles.append(text))
+    runs = []
+    for name, digest in (("a", "x"), ("b", files)):
+        log = write_log(tmp_path / name, step(1, 1.0), validated(1, 2.0))
+        runs.append(plot.read_run(log))
+        runs[-1].start["preparation"] = {"files": digest}
+    plot.draw(runs, [], tmp_path / "both.png")
+    assert ("not comparable" in titles[0]) == (files == "y")
+
+
 def test_every_reference_names_its_source():
     references = machine.load(plot.REFERENCES)
     assert len({(r["name"], r["what"], r["data"]) for r in references}) == len(references)

@@ -23,6 +23,7 @@ with open(folder / "starts", "a") as starts:
     starts.write("x")
 ends = {"diverge": (4, "the loss is not finite"), "huge": (2, "one sequence does not fit")}
 ends |= {"typo": (2, "--typo is no flag"), "broken": (1, "it is broken")}
+ends |= {"live": (2, "--out-dir out belongs to a live run: use another folder")}
 for name, (code, why) in ends.items():
     if name in flags and not Path("repaired").exists():
         print(f"train_gpt2.py: error: {why}", file=sys.stderr)
@@ -131,6 +132,8 @@ def test_a_mistake_is_one_line(project):
     done = run_sweep(project, "--", "--typo")
     assert done.stderr.splitlines()[-1] == "sweep.py: error: --typo: --typo is no flag"
     assert done.returncode == 2
+    done = run_sweep(project, "--", "--live")
+    assert "is a live run: wait for the other sweep" in done.stderr and done.returncode == 2
     done = run_sweep(project, "--", "--a", "1,2", "--out-dir=mine")
     assert "leave --out-dir out: the runs are in" in done.stderr and done.returncode == 2
     done = run_sweep(project, "--until-loss-of", "b", "--", "--a", "1,2")

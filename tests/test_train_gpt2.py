@@ -425,6 +425,21 @@ def edit_mlp(rank: int):
     MLP.forward = lambda mlp, x: mlp.c_proj(mlp.c_fc(x).relu())
 
 
+def forget_a_branch(rank: int):
+    """Injection: a schedule was added, but not its branch."""
+
+    def raise_error(*_):
+        raise ValueError("has no branch")
+
+    train_gpt2.learning_rate = raise_error
+
+
+def test_a_schedule_without_a_branch_fails_before_anything_is_written(data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", steps=3)
+    code, _, err = train(line, tmp_path, inject=forget_a_branch)
+    assert code == 1 and "has no branch" in err and not (tmp_path / "run").exists()
+
+
 def add_idle_field(rank: int):
     """Injection: pad_vocab, which changes no loss, is a new field that nothing reads."""
     report.changed_fields = lambda config: ["pad_vocab"]
