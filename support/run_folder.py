@@ -100,7 +100,8 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
     cure = f"to begin a new run of that name, first type mkdir -p {quoted(str(out_dir))}"
     for path in filter(checkpoints, meant):
         raise UserError(f"{text}; did you mean {path}? If not, {cure}")
-    if "out_dir" in typed and not typed.keys() & {"data_dir", "init_from"}:  # moved, or misspelt
+    # A new run would have other flags, so the folder was moved, or its name is misspelt.
+    if "out_dir" in typed and not typed.keys() & {"data_dir", "init_from", "model"}:
         raise UserError(f"{text}: name the run's folder; {cure}")
 
 
