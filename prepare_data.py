@@ -339,9 +339,11 @@ def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareCo
             bar.update(reader.position - bar.n)
     for name, split in splits.items():
         if not split.shards and split.num_tokens < 2:  # 2: an input and its target
-            has_skipped = reader.account.files_skipped + reader.account.records_skipped
-            why = "; ".join(reader.account.lines() + ["add more text"] * (not has_skipped))
-            raise UserError(f"--input has {split.num_tokens} tokens for {name}, too few: {why}")
+            why = reader.account.lines()
+            if not reader.account.files_skipped and not reader.account.records_skipped:
+                why.append("add more text")
+            text = f"--input has {split.num_tokens} tokens for {name}, too few"
+            raise UserError(f"{text}: {'; '.join(why)}")
     for split in splits.values():
         if split.num_tokens:
             split.finish_shard()

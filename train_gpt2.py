@@ -408,12 +408,10 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     check_files_agree(plan, world)
     if world.call_on_main(is_complete, plan, out_dir):
         if state and world.is_main:
-            done = f"{state['step']:,} steps are done"
-            more = f"to continue training, add --steps {2 * state['step']}"
-            log.show(f"already complete: {done}, and --steps is {config.steps:,}; {more}")
+            show_complete(state["step"], config.steps)
         return None
-
     learning_rate(config.warmup_steps, config)  # raises if the schedule has no branch
+
     # Build the network, and find a micro-batch that fits.
     set_backends(config, world)
     model = make_model(plan, world)
@@ -459,6 +457,11 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     if state and 0 < run.step < config.steps:
         report.warn_if_rate_jumps(run, last_rate(state, config), learning_rate(run.step, config))
     return run
+
+
+def show_complete(num_done: int, num_steps: int):
+    more = f"to continue training, add --steps {2 * num_done}"
+    log.show(f"already complete: {num_done:,} steps are done, and --steps is {num_steps:,}; {more}")
 
 
 def last_rate(state: dict, config: TrainConfig) -> float:

@@ -77,8 +77,8 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
         texts.append("the rate decays until --steps, not lr_decay_iters")
     if str(flags.get("init_from")).endswith(".pt"):
         texts.append("the weights are taken, not the optimizer's state; steps begin at 0")
-    if str(flags.get("init_from")).endswith(".pt") and "data_dir" not in flags:
-        texts.append("name the data that it was trained on, data/NAME, with --data-dir")
+        if "data_dir" not in flags:
+            texts.append("name the data that it was trained on, data/NAME, with --data-dir")
     if flags.get("resume"):
         texts.append("if there is no checkpoint, --resume begins a new run")
     elif "data_dir" not in flags and flags.keys() & {"model", "eval_only"}:

@@ -95,7 +95,8 @@ def start_warnings(run: Run, num_epochs: float) -> list[str]:
     for name in changed_fields(run.model.config):
         with suppress(ValueError):  # the small network can't have this value
             if formula_loss(**{name: getattr(run.model.config, name)}) == formula_loss():
-                lines.append(f"{spell(name)} has no effect: does model.py read it?")
+                text = f"{spell(name)} does not change what the network computes"
+                lines.append(f"{text}: does model.py read it?")
     has_gpt2 = bool(load_tokenizer("gpt2"))
     if not has_gpt2 and tokenizer != "gpt2" and config.model != "nano" and not config.data_dir:
         lines.append(f"training without GPT-2's vocabulary, which is missing: {vocab_cure()}")
