@@ -7,6 +7,7 @@ from pathlib import Path
 
 from support.cli import command, typed_as
 from support.ending import UserError
+from support.files import did_you_mean
 
 RENAMED = {  # to flags that take the same value
     "block_size": "seq_len",
@@ -73,6 +74,8 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
         texts.append(f"name the project by WANDB_PROJECT={settings['wandb_project']}")
     if "batch_tokens" in flags:
         texts.append("sequences per pass are --micro-batch-size, by default as many as fit")
+    if "model" in flags and "warmup_steps" not in flags:
+        texts.append("nanoGPT's default warm-up, 2,000 steps, does not fit in this run")
     if str(settings.get("lr_decay_iters", flags.get("steps"))) != str(flags.get("steps")):
         texts.append("the rate decays until --steps, not lr_decay_iters")
     if str(flags.get("init_from")).endswith(".pt"):
@@ -182,6 +185,8 @@ def sample_flags(argv: list[str]) -> list[str]:
     """Return the command line of nanoGPT's sample.py as ours takes it."""
     words = []
     for name, value in read_settings(argv):
+        if name == "out_dir" and not os.path.lexists(value):
+            raise UserError(f"{value} is not there{did_you_mean(value)}: train_gpt2.py makes it")
         if name in ("out_dir", "init_from"):
             words += [value] if value != "resume" else []
         elif name in OF_SAMPLE:

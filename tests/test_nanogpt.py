@@ -96,6 +96,7 @@ CASES = {  # what was typed: what must be in the answer
     "--max_iters=60 --lr_decay_iters=100": "the rate decays until --steps",
     "--batch_size 4 --sequence_length 64 --total_batch_size 512": "--seq-len 64 --batch-tokens 512"
     " --micro-batch-size 4",
+    "--max_iters=60 --eval_iters=2 --block_size=8": "warm-up, 2,000 steps, does not fit",
     "--zzz --max_iters=10": "--zzz --steps 10",
     "--max_iters=10 foo": "foo: flags begin with --",
     "--batch_size=x": "not a command line of nanoGPT",
@@ -150,5 +151,8 @@ SAMPLES = {  # what nanoGPT's sample.py takes: the same in ours
 
 
 @pytest.mark.parametrize("line", SAMPLES)
-def test_sample_py_takes_nanogpts_flags(line):
+def test_sample_py_takes_nanogpts_flags(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "out-char"):
+        os.mkdir(name)
     assert sample.read_flags(line.split()) == SAMPLES[line]

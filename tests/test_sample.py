@@ -77,7 +77,7 @@ MISTAKES = {
     "--prompt=FILE:nowhere.txt": "--prompt FILE:nowhere.txt can't be read",
     "--learning-rate=3": "unrecognized arguments: --learning-rate=3",
     "--top-k=-1": "--top-k -1 must be at least 0",
-    "--out_dir=nowhere/run": "nowhere/run: no such file, folder or model",
+    "--out_dir=nowhere": "nowhere is not there: train_gpt2.py makes it",
     "--num-samples=0": "--num-samples 0 must be at least 1",
 }
 
