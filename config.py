@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
+from dataloader import VOCAB_SIZES
 from model import SHAPES, ComputeConfig, GPTConfig
 from support import nanogpt
 from support.cli import PathName, check_limits, flag, parse, read_prompt, spell, typed_as
@@ -43,7 +44,7 @@ class TrainConfig:
     # As in the lecture.
     batch_tokens: int = flag(2**19, "tokens per step, over all ranks (first run: 65536)", min=1)
     # 20 batches, as in build-nanogpt's published curve.
-    eval_tokens: int = flag(10_485_760, "validation tokens, at most the whole split; 0: none")
+    eval_tokens: int = flag(10_485_760, "validation tokens (fewer on a CPU); 0: none")
 
     n_layer: int = flag(12, "transformer blocks", "refuse", min=1, group="network")
     n_head: int = flag(12, "attention heads per block", "refuse", min=1)
@@ -252,8 +253,11 @@ def resolve(
             rules["learning_rate"] = muon_learning_rate(flags["n_embd"])
     # A warm-up of 715 steps would fill most of a short run. The lecture warms up for a fifth of it.
     rules["warmup_steps"] = min(flags["warmup_steps"], flags["steps"] // 5)
-    if not has_gpu and model != "nano":
-        rules["eval_tokens"] = 8192  # takes half a minute on a CPU instead of hours
+    if not has_gpu and model != "nano" and "eval_tokens" not in asked:
+        # With 124M, 8192 tokens take half a minute on a CPU, and all of them would take hours.
+        size = flags["n_embd"] * (12 * flags["n_layer"] * flags["n_embd"] + VOCAB_SIZES["gpt2"])
+        rules["eval_tokens"] = 8192 * max(1, 124_000_000 // size)
+        reasons[typed_as("eval_tokens", rules["eval_tokens"])] = "more would take long on a CPU"
     # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True

@@ -257,10 +257,12 @@ def runs_table(runs: list[Run]) -> list[dict[str, str]]:
 
 
 def means_table(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
-    """Return a row for each setting: its figures, over the seeds."""
+    """Return a row for each setting: its figures, over the seeds. Of runs with the same seed, only
+    the last counts, because a repetition is no second sample."""
     table = []
-    for name, group in groups.items():
-        row = {"setting": name, "runs": str(len(group))}
+    for name, runs in groups.items():
+        group = list({run.flags.get("seed"): run for run in runs}.values())
+        row = {"setting": name, "seeds": str(len(group))}
         row["validation ± standard deviation"] = mean(group, "val_loss")
         row["bits per byte ±"] = mean(group, "bits_per_byte")
         table.append(row)
@@ -274,7 +276,8 @@ def mean(runs: list[Run], quantity: str) -> str:
     if not common:
         return ""
     values = [run.values[quantity][max(common)] for run in runs]
-    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}" if len(runs) > 1 else ""
+    deviation = f" ± {np.std(values, ddof=1):.4f}" if len(runs) > 1 else ""
+    return f"{np.mean(values):.4f}{deviation}"
 
 
 # ---- The picture
@@ -403,9 +406,9 @@ def main():
             print(CAVEAT)
     elif len(runs) > 1:
         print(machine.markdown(runs_table(runs)))
-        settings = {name: group for name, group in by_setting(runs).items() if len(group) > 1}
-        if settings:
-            print("\n" + machine.markdown(means_table(settings)))
+        groups = by_setting(runs)
+        if any(len(group) > 1 for group in groups.values()):
+            print("\n" + machine.markdown(means_table(groups)))
     if args.csv:
         rows = runs_table(runs)
         with open(args.csv, "x", newline="", encoding="utf-8") as f:

@@ -14,6 +14,7 @@ from config import TrainConfig, has_moved
 from dataloader import MANIFEST, read_manifest
 from support import checkpoint
 from support.cli import command, spell, typed_as
+from support.evaluate import num_val_sequences
 from support.pretrained import changed_fields, changes, formula_loss
 from support.run import Run
 from support.tokenizer import load_tokenizer, vocab_cure
@@ -35,6 +36,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     num_epochs = (loader.position * loader.T + tokens_left) / epoch_tokens
     unused_tokens = sum(shard.num_tokens for shard in loader.shards) - epoch_tokens
     source = "" if config.data_dir else " (Python's own source)"
+    num_val = num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
     decayed, others = run.model.decay_groups()
     num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
     adamw = "fused AdamW" if config.fused else "AdamW"
@@ -42,7 +44,8 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
         f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs:.2f} epochs of"
-        f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over",
+        f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over;"
+        f" {num_val if config.eval_tokens else 0:,} tokens for validation",
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {muon if config.muon else adamw}",

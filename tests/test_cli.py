@@ -67,6 +67,20 @@ def test_muon_has_a_rate_by_width_and_what_is_typed_wins():
     assert betas == [0.8, 0.9, 0.7]
 
 
+def test_a_cpu_validates_on_as_many_tokens_as_take_half_a_minute():
+    for line, num_tokens in (
+        ("--model gpt2", 8192),
+        ("--model gpt2-xl", 8192),
+        ("--model gpt2 --n-layer 6 --n-embd 384", 4 * 8192),
+        ("--model gpt2 --eval-tokens 9", 9),
+        ("", 262_144),
+    ):
+        config, reasons = resolve(read_flags(line.split()), None, None, CPU)
+        assert config.eval_tokens == num_tokens
+        is_chosen = line.startswith("--model") and num_tokens > 9
+        assert (f"--eval-tokens {num_tokens}" in reasons) == is_chosen
+
+
 OPTIMIZERS = {  # whether the matrices are Muon's
     "": True,
     "--model gpt2-xl": True,

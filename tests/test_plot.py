@@ -253,6 +253,10 @@ def test_runs_that_differ_only_in_their_seed_have_a_mean(tmp_path):
     assert list(groups) == ["learning_rate 1", str(tmp_path / "c")]
     (row, _) = plot.means_table(groups)
     assert [*row.values()] == ["learning_rate 1", "2", "5.5000 ± 0.7071", "2.7500 ± 0.3536"]
+    # The same seed again is no second sample.
+    (name, runs), _ = groups.items()
+    assert plot.means_table({name: [runs[0], *runs]}) == [row]
+    assert [*plot.means_table({name: runs[:1] * 2})[0].values()][1:3] == ["1", "5.0000"]
 
 
 @pytest.mark.parametrize("names", [["10", "2"], ["20261126", "20261127"]])
