@@ -10,7 +10,7 @@ import torch
 from dataloader import VOCAB_SIZES
 from model import SHAPES, ComputeConfig, GPTConfig
 from support import nanogpt
-from support.cli import PathName, check_limits, flag, parse, read_prompt, spell, typed_as
+from support.cli import PathName, check_limits, command, flag, parse, read_prompt, spell, typed_as
 from support.device import device_name, speed_ups_off
 from support.ending import UserError
 from support.pretrained import Pretrained
@@ -284,6 +284,13 @@ def saved_flags(state: dict, device: torch.device) -> dict:
     return {name: state["config"].get(name, DEFAULTS[name]) for name in DEFAULTS.keys() - dropped}
 
 
+def new_run(flag: str, data_dir: str | None) -> str:
+    """Return the cure for a flag that the weights or a resumed run can't have."""
+    flags = [typed_as("data_dir", data_dir)] if data_dir else []  # none: Python's source
+    line = " ".join([command("train_gpt2.py"), *flags, flag, "--out-dir ANOTHER"])
+    return f"begin a new run, without these weights: {line}"
+
+
 def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
     """Return the flags that the weights determine. Raise UserError if `asked` contradicts them."""
     shape = asdict(pretrained.shape)
@@ -292,8 +299,8 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
-            cure = "leave it out, or begin a new run with another --out-dir, without these weights"
-            raise UserError(f"{typed_as(name, wanted)}: {has}: {cure}")
+            cure = new_run(typed_as(name, wanted), asked.get("data_dir"))
+            raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out, or {cure}")
     for model, known in SHAPES.items():
         if all(shape[name] == getattr(known, name) for name in ("n_layer", "n_head", "n_embd")):
             return shape | {"model": model}

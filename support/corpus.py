@@ -103,7 +103,7 @@ def check_data(data: TokenFolder, seq_len: int, pretrained: Pretrained | None, v
         if name not in VOCAB_SIZES and not load_tokenizer(name):
             raise UserError(f"{text}; this machine lacks {name}: {how_to_get(name)}")
         cure = quoted(name if name in VOCAB_SIZES else str(pretrained.path))
-        raise UserError(f"{text}: prepare --data-dir with --tokenizer {cure}")
+        raise UserError(f"{text}: prepare a new --data-dir with --tokenizer {cure}")
     for shard in data.train + data.val:
         # Without a manifest, max_id is only the tokenizer's limit.
         largest = shard.max_id if shard.max_id < vocab_size else largest_id(shard)

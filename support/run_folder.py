@@ -95,13 +95,15 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
                 cure = f"begin a new run with --init-from {quoted(str(path))} and another --out-dir"
                 raise UserError(f"{text}, but {path.name}: {cure}")
         return  # a run that was killed before its first checkpoint, for example
-    siblings = sorted(out_dir.parent.glob("*"))
-    meant = [Path("out", out_dir), *(path for path in siblings if is_slip(out_dir.name, path.name))]
-    cure = f"to begin a new run of that name, first type mkdir -p {quoted(str(out_dir))}"
-    for path in filter(checkpoints, meant):
-        raise UserError(f"{text}; did you mean {path}? If not, {cure}")
     # A new run would have other flags, so the folder was moved, or its name is misspelt.
-    if "out_dir" in typed and not typed.keys() & {"data_dir", "init_from", "model"}:
+    is_old = "out_dir" in typed and not typed.keys() & {"data_dir", "init_from", "model"}
+    name, runs = out_dir.name, [p.name for p in out_dir.parent.glob("*") if checkpoints(p)]
+    near = difflib.get_close_matches(name, runs, len(runs) or 1)  # the nearest first
+    meant = [out_dir.with_name(other) for other in near if is_old or is_slip(name, other)]
+    cure = f"to begin a new run of that name, first type mkdir -p {quoted(str(out_dir))}"
+    for path in filter(checkpoints, [Path("out", out_dir), *meant]):
+        raise UserError(f"{text}; did you mean {path}? If not, {cure}")
+    if is_old:
         raise UserError(f"{text}: name the run's folder; {cure}")
 
 
@@ -125,7 +127,8 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
         sync(out_dir.parent)
         lock.acquire()
     except Timeout:
-        raise UserError(f"--out-dir {out_dir} belongs to a live run: use another folder") from None
+        cure = "wait for its end, stop it, or use another folder"
+        raise UserError(f"--out-dir {out_dir} belongs to a live run: {cure}") from None
     except OSError as error:
         raise UserError(f"can't write to --out-dir ({error}): use another one") from error
     if is_new and (out_dir / LOG).exists():

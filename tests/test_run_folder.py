@@ -67,6 +67,11 @@ def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_pat
     # Otherwise it would train on Python's source.
     code, out, err = train(["--resume", "--out-dir=elsewhere", "--steps=4"], tmp_path)
     assert code == 2 and "to resume from: name the run's folder" in err and not out, err
+    # The nearest name comes first, and a bare --resume may name one of a series.
+    shutil.copytree(tmp_path / "out/novel", tmp_path / "out/novel2")
+    for name, near in (("novell2", "novel2"), ("novel22", "novel2"), ("novl", "novel")):
+        code, out, err = train(["--resume", f"--out-dir=out/{name}"], tmp_path)
+        assert code == 2 and f"did you mean {Path('out', near)}?" in err, err
     model = tmp_path / "model"
     model.mkdir()
     for name in ("config.json", "model.safetensors"):

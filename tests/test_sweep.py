@@ -23,7 +23,7 @@ with open(folder / "starts", "a") as starts:
     starts.write("x")
 ends = {"diverge": (4, "the loss is not finite"), "huge": (2, "one sequence does not fit")}
 ends |= {"typo": (2, "--typo is no flag"), "broken": (1, "it is broken")}
-ends |= {"live": (2, "--out-dir out belongs to a live run: use another folder")}
+ends |= {"live": (2, "--out-dir out belongs to a live run: wait for its end")}
 for name, (code, why) in ends.items():
     if name in flags and not Path("repaired").exists():
         print(f"train_gpt2.py: error: {why}", file=sys.stderr)

@@ -935,12 +935,13 @@ MISTAKES = {
     "--out-dir run/step_000003 --resume": "run/step_000003 is a checkpoint: name its run, run$",
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: use another name",
     "--out-dir run/summary.json/run": "--out-dir .*run/summary.json/run",
-    "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2: leave"
-    " it out, or begin a new run with another --out-dir",
+    "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2: leave it"
+    " out, or begin a new run, .* --data-dir .* --n-layer 3 --out-dir ANOTHER",
     "--max-hours -1": "--max-hours -1.0 must be at least 0",
     "--prompt FILE:nowhere.txt": "--prompt FILE:nowhere.txt can't be read",
     "--out-dir run --resume --no-pad-vocab": "--no-pad-vocab: the run in run has --pad-vocab",
-    "--out-dir run --resume --seed 7": "--seed 7: the run in run has --seed 1337: leave it out",
+    "--out-dir run --resume --seed 7": "--seed 7: the run in run has --seed 1337: leave it out"
+    ", or begin a new run, .* --data-dir .* --seed 7 --out-dir ANOTHER",
     "--out-dir run --resume --no-shuffle": "--no-shuffle: the run in run has --shuffle",
     "--out-dir run --resume --no-muon": "--no-muon: the run in run has --muon: leave it out",
     "--init-from nobody/none": "nobody/none: no such file, folder or model",
@@ -948,7 +949,7 @@ MISTAKES = {
     "--init-from flippd": "flippd: no such .*did you mean flipped",
     "--data-dir llma": "--data-dir llma is not there; did you mean llama?",
     "--init-from flipped/step_000003": "flipped/step_000003/model.safetensors is damaged",
-    f"{WEIGHTS} weights50257": "prepare --data-dir with --tokenizer gpt2",
+    f"{WEIGHTS} weights50257": "prepare a new --data-dir with --tokenizer gpt2",
     f"{WEIGHTS} weights257 --n-head 4": "--n-head 4: weights257 has --n-head 2: leave it out",
     f"{WEIGHTS} weights257 --seq-len 64": "--seq-len 64: weights257 has --seq-len 16: leave it out",
     f"{WEIGHTS} weights100": "token 256, but the network only knows 0 to 99",
