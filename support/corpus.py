@@ -39,7 +39,7 @@ def open_data(
         raise UserError(f"{text} began with: {cure} and another --out-dir")
     if pretrained:
         vocab_size = pretrained.shape.vocab_size
-    elif config.model != "nano" and (data.tokenizer == "bytes" or not config.data_dir):
+    elif config.model != "nano" and not config.data_dir:
         vocab_size = SHAPES[config.model].vocab_size  # to have GPT-2's size and speed
     elif data.tokenizer == "unknown":
         vocab_size = 1 + max(largest_id(shard) for shard in data.train + data.val)

@@ -8,6 +8,7 @@ from pathlib import Path
 from support.cli import command, typed_as
 from support.ending import UserError
 from support.files import did_you_mean
+from support.run_folder import checkpoints
 
 RENAMED = {  # to flags that take the same value
     "block_size": "seq_len",
@@ -48,15 +49,21 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     foreign += [config] if config else []
     if not foreign:
         return
+    theirs = Path(config).parent.parent / "data" / settings.get("dataset", "")
+    if config and "dataset" in settings and os.path.isdir(theirs):
+        settings["data_dir"] = str(theirs)  # the folder as seen from here
     if "" in settings:
         raise UserError(f"{settings['']}: flags begin with --")
     # A name that nobody knows stays, and is refused when the user repeats the command.
     flags = translate(settings, known)
-    is_new = not flags.keys() & {"init_from", "eval_only", "resume", "model"}
-    if is_new and len(foreign) > 2:  # a command line of nanoGPT's, not only a slip
+    is_whole = len(foreign) > 2  # a command line of nanoGPT's, not only a slip
+    if is_whole and not flags.keys() & {"init_from", "eval_only", "resume", "model"}:
+        settings = {"bias": "False", "warmup_iters": "2000"} | settings  # its defaults
         flags = {"model": "gpt2", "muon": False, "steps": 600_000} | flags
         if int(flags["steps"]) > 2000:
-            flags.setdefault("warmup_steps", 2000)  # nanoGPT's
+            flags.setdefault("warmup_steps", 2000)
+    elif is_whole and "init_from" in flags:
+        flags = {"schedule": "cosine", "decay_to": 0.1} | flags  # a small network's recipe is nano
     if flags.get("eval_only"):
         flags = {name: flags[name] for name in flags if name in known_to_eval or name not in known}
     names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
@@ -67,15 +74,14 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
 
 def remarks(settings: dict[str, str], flags: dict) -> list[str]:
     """Return what is different here."""
-    if "model" in flags:  # a whole command line of nanoGPT's, whose networks have no biases
-        settings = {"bias": "False"} | settings
     texts = [text for name, (ours, text) in HINTS.items() if settings.get(name, ours) != ours]
     if "wandb_project" in settings and flags.get("wandb"):
         texts.append(f"name the project by WANDB_PROJECT={settings['wandb_project']}")
     if "batch_tokens" in flags:
         texts.append("sequences per pass are --micro-batch-size, by default as many as fit")
-    if "model" in flags and "warmup_steps" not in flags:
-        texts.append("nanoGPT's default warm-up, 2,000 steps, does not fit in this run")
+    warmup = settings.get("warmup_iters", "0")
+    if flags.get("warmup_steps") != 0 and int(warmup) >= int(flags.get("steps", 600_000)):
+        texts.append(f"nanoGPT's warm-up, {warmup} steps, does not fit in this run")
     if str(settings.get("lr_decay_iters", flags.get("steps"))) != str(flags.get("steps")):
         texts.append("the rate decays until --steps, not lr_decay_iters")
     if str(flags.get("init_from")).endswith(".pt"):
@@ -84,7 +90,7 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
             texts.append("name the data that it was trained on, data/NAME, with --data-dir")
     if flags.get("resume"):
         texts.append("if there is no checkpoint, --resume begins a new run")
-    elif "data_dir" not in flags and flags.keys() & {"model", "eval_only"}:
+    elif "data_dir" not in flags and ("warmup_iters" in settings or "eval_only" in flags):
         texts.append("nanoGPT's data is openwebtext; without --data-dir, ours is Python's source")
     if not flags.get("muon", True):
         texts.append("without --no-muon you get Muon, which needs fewer steps")
@@ -141,7 +147,7 @@ def translate(settings: dict[str, str], known: set[str]) -> dict:
         name = RENAMED.get(name, name)
         if name in known or name not in FOREIGN:
             flags[name] = {"true": True, "false": False}.get(value.lower(), value)
-    if "dataset" in settings:
+    if "dataset" in settings and "data_dir" not in settings:
         flags["data_dir"] = f"data/{settings['dataset']}"
     if settings.get("decay_lr", "True") == "False":  # there, this also drops the warm-up
         flags |= {"schedule": "constant", "warmup_steps": 0}
@@ -187,6 +193,9 @@ def sample_flags(argv: list[str]) -> list[str]:
     for name, value in read_settings(argv):
         if name == "out_dir" and not os.path.lexists(value):
             raise UserError(f"{value} is not there{did_you_mean(value)}: train_gpt2.py makes it")
+        if name == "out_dir" and not checkpoints(Path(value)):
+            theirs = Path(value, "ckpt.pt")
+            value = str(theirs) if os.path.exists(theirs) else value
         if name in ("out_dir", "init_from"):
             words += [value] if value != "resume" else []
         elif name in OF_SAMPLE:

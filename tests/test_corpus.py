@@ -267,6 +267,12 @@ def test_nanogpts_characters_have_as_many_rows_as_there_are_characters(tmp_path)
     assert corpus.open_data(config, None)[1] == 65
 
 
+def test_text_in_bytes_has_as_many_rows_as_bytes_whatever_the_model(prepared):
+    for model in ("nano", "gpt2", "gpt2-xl"):
+        config = TrainConfig(model=model, data_dir=str(prepared), seq_len=16, warmup_steps=0)
+        assert corpus.open_data(config, None)[1] == 257
+
+
 def shakespeare_char(folder: Path, text: str) -> Path:
     """nanoGPT's data by character."""
     folder.mkdir()

@@ -93,10 +93,11 @@ CASES = {  # what was typed: what must be in the answer
     "--init_from=ckpt.pt --max_iters=9": "steps begin at 0; name the data",
     "--decay_lr=False": "--schedule constant --warmup-steps 0",
     "--max_iters=60 --warmup_iters=100": "--steps 60 --warmup-steps 59",
+    "--max_iters=60 --warmup_iters=99": "nanoGPT's warm-up, 99 steps, does not fit",
     "--max_iters=60 --lr_decay_iters=100": "the rate decays until --steps",
     "--batch_size 4 --sequence_length 64 --total_batch_size 512": "--seq-len 64 --batch-tokens 512"
     " --micro-batch-size 4",
-    "--max_iters=60 --eval_iters=2 --block_size=8": "warm-up, 2,000 steps, does not fit",
+    "--max_iters=60 --eval_iters=2 --block_size=8": "warm-up, 2000 steps, does not fit",
     "--zzz --max_iters=10": "--zzz --steps 10",
     "--max_iters=10 foo": "foo: flags begin with --",
     "--batch_size=x": "not a command line of nanoGPT",
@@ -105,6 +106,23 @@ CASES = {  # what was typed: what must be in the answer
     f"--init_from=resume --out_dir={'x' * 300}": "--resume",
     "config/none.py --compile=False": "config/none.py is not here: type its path",
 }
+
+
+def test_a_single_slip_has_no_remarks_on_whole_command_lines():
+    for line in ("--model gpt2 --steps 10 --wandb_log=True", "--model gpt2 --max_iters=5 --lr 1"):
+        message = translated(line)
+        assert not any(word in message for word in ("warm-up", "biases", "openwebtext")), message
+
+
+def test_a_config_file_elsewhere_has_its_data_beside_it(tmp_path):
+    config = tmp_path / "nanoGPT/config/train_char.py"
+    config.parent.mkdir(parents=True)
+    config.write_text(CONFIG)
+    line = str(config)
+    assert command_in(translated(line))["data_dir"] == "data/shakespeare_char"
+    data = config.parent.parent / "data/shakespeare_char"
+    data.mkdir(parents=True)
+    assert command_in(translated(line))["data_dir"] == str(data)
 
 
 @pytest.mark.parametrize("line", CASES)
@@ -119,7 +137,10 @@ def test_a_resume_of_nanogpts_own_run_begins_with_its_weights(tmp_path, monkeypa
     assert "--out-dir theirs --resume" in translated("--init_from=resume --out_dir=theirs")
     Path("theirs", "ckpt.pt").touch()
     path = os.path.join("theirs", "ckpt.pt")
-    assert f"train_gpt2.py --init-from {path}" in translated("--init_from=resume --out_dir=theirs")
+    line = "--init_from=resume --out_dir=theirs"
+    assert f"train_gpt2.py --init-from {path}" in translated(line)
+    whole = command_in(translated(f"{line} --max_iters=9 --batch_size=2 --block_size=8"))
+    assert (whole["schedule"], whole["decay_to"]) == ("cosine", 0.1)  # nano's recipe has others
     with pytest.raises(UserError, match=f"ckpt.pt: .* --init-from {re.escape(path)} and another"):
         check_nothing_is_meant(Path("theirs"), {})
     Path("theirs", "log.jsonl").touch()  # a run of ours that was killed early
@@ -146,13 +167,16 @@ SAMPLES = {  # what nanoGPT's sample.py takes: the same in ours
         "model": "gpt2-xl", "prompt": "What", "num_samples": 5, "sample_tokens": 9,
     },
     "--start= --out_dir=a": {"model": "a", "prompt": ""},
+    "--out_dir=theirs": {"model": os.path.join("theirs", "ckpt.pt")},
     "out/a --start x": {"model": "out/a", "prompt": "x"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("line", SAMPLES)
 def test_sample_py_takes_nanogpts_flags(line, tmp_path, monkeypatch):
+    """Its --out_dir holds ckpt.pt, unless a run of ours is there, too."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a", "out-char"):
+    for name in ("a", "out-char", "theirs"):
         os.mkdir(name)
+    Path("theirs", "ckpt.pt").touch()
     assert sample.read_flags(line.split()) == SAMPLES[line]
