@@ -220,8 +220,10 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
         f" and gradient norm {grad_norm}, on sequences {run.loader.position:,} to {end - 1:,}:"
         f" no update; step {run.step} is saved"
     )
-    cure = f"as the same weights would give the same again, remove step_{run.step:06d} and --resume"
-    cure += f" with a --learning-rate below {config.learning_rate}, or begin a new run with one"
+    cure = f"begin a new run with a --learning-rate below {config.learning_rate}"
+    if len(run_folder.checkpoints(run.out_dir)) > 1:
+        cure += f", or remove step_{run.step:06d} and --resume with one: the weights that are saved"
+        cure += " would give the same again"
     if run.step == 0:
         cure = "the weights are the initial ones, so look at the network, its loss and the data"
     if math.isfinite(loss) and run.world.device.type == "cuda" and config.flash:

@@ -1,6 +1,5 @@
 """What a run prints about itself, both at its start and when something looks wrong."""
 
-import os
 import shutil
 from collections import defaultdict
 from contextlib import suppress
@@ -16,6 +15,7 @@ from support import checkpoint
 from support.cli import command, spell, typed_as
 from support.evaluate import num_val_sequences
 from support.pretrained import changed_fields, changes, formula_loss
+from support.ranks import launched
 from support.run import Run
 from support.tokenizer import load_tokenizer, vocab_cure
 
@@ -64,12 +64,7 @@ def typed_command(run: Run, typed: dict, reasons: dict[str, str]) -> str:
     """Return the command that started this process, with the flags that it has chosen since, for
     `reasons` of this machine: measured again, they may come out differently."""
     flags = [typed_as(name, value) for name, value in typed.items()]
-    line = " ".join([command("train_gpt2.py"), *flags, *reasons])
-    if run.world.size > 1:
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or run.world.size)
-        launcher = f"torchrun --nnodes={run.world.size // num_local} --nproc_per_node={num_local}"
-        line = line.replace("python", launcher, 1)
-    return line
+    return launched(" ".join([command("train_gpt2.py"), *flags, *reasons]), run.world)
 
 
 def preparation(folder: Path) -> dict:

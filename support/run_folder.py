@@ -94,7 +94,10 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
             if not (out_dir / LOG).exists():
                 cure = f"begin a new run with --init-from {quoted(str(path))} and another --out-dir"
                 raise UserError(f"{text}, but {path.name}: {cure}")
-        return  # a run that was killed before its first checkpoint, for example
+        begun_by = command_of(out_dir, typed)
+        if begun_by:  # a new run would lack its flags
+            raise UserError(f"{text}: the run ended before its first one; repeat: {begun_by}")
+        return
     # A new run would have other flags, so the folder was moved, or its name is misspelt.
     is_old = "out_dir" in typed and not typed.keys() & {"data_dir", "init_from", "model"}
     name, runs = out_dir.name, [p.name for p in out_dir.parent.glob("*") if checkpoints(p)]
@@ -105,6 +108,16 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
         raise UserError(f"{text}; did you mean {path}? If not, {cure}")
     if is_old:
         raise UserError(f"{text}: name the run's folder; {cure}")
+
+
+def command_of(out_dir: Path, typed: dict) -> str:
+    """Return the command that began the run in out_dir, if it has flags that typed lacks."""
+    with suppress(OSError, ValueError, TypeError, KeyError):  # the log may be damaged
+        with open(out_dir / LOG, "rb") as f:
+            start = json.loads(f.readline())
+        if {*start["typed"]} - {*typed, "resume", "out_dir", "device", "max_hours"}:
+            return str(start["command"])
+    return ""
 
 
 def is_slip(name: str, other: str) -> bool:
@@ -149,7 +162,7 @@ def check_disk_space(out_dir: Path, num_params: int, keep: int):
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         room = f"{as_size(num_bytes)}, but only {as_size(free)} is free"
-        raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: use another disk")
+        raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: make space for them")
 
 
 def as_size(num_bytes: int) -> str:

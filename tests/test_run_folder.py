@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -67,6 +68,16 @@ def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_pat
     # Otherwise it would train on Python's source.
     code, out, err = train(["--resume", "--out-dir=elsewhere", "--steps=4"], tmp_path)
     assert code == 2 and "to resume from: name the run's folder" in err and not out, err
+    # A run that ended before its first checkpoint has flags that a new one would lack.
+    killed = tmp_path / "out/killed"
+    killed.mkdir()
+    shutil.copy(tmp_path / "out/novel/log.jsonl", killed)
+    code, out, err = train(["--resume", "--out-dir=out/killed"], tmp_path)
+    assert code == 2 and "ended before its first one; repeat: python " in err and not out, err
+    _, *words = shlex.split(err.partition("repeat: python ")[2])
+    code, out, err = train([*words, "--out-dir=out/killed"], tmp_path)
+    assert code == 0 and "so a new run begins" in out, err
+    shutil.rmtree(killed)
     # The nearest name comes first, and a bare --resume may name one of a series.
     shutil.copytree(tmp_path / "out/novel", tmp_path / "out/novel2")
     for name, near in (("novell2", "novel2"), ("novel22", "novel2"), ("novl", "novel")):

@@ -497,6 +497,8 @@ def test_a_signal_saves_and_exits_with_3(data_dir, tmp_path, ranks):
     step = max(losses(tmp_path / "run"))
     assert code == 3 and {process.exitcode for process in processes} == {3}
     assert f"stopped after step {step}, which is saved" in out
+    launcher = "python" if ranks == 1 else "torchrun --nnodes=1 --nproc_per_node=2"
+    assert re.search(rf"to continue: {launcher} \S*train_gpt2.py --resume --out-dir run\n", out)
     assert saved_state(tmp_path / "run")["step"] == step < 2000
     assert '"stopped": ' in log.read_text().splitlines()[-1]
     assert (tmp_path / "run/loss.png").exists() == bool(find_spec("matplotlib"))
@@ -652,6 +654,8 @@ def test_a_loss_that_is_not_finite_enters_no_weight(data_dir, tmp_path):
     assert (tmp_path / "rank1.err").read_text() == ""
     last = max(losses(tmp_path / "run"))
     assert f"step {last} is saved" in err
+    # The one before it is a cure, if there is one.
+    assert (f"remove step_{last:06d}" in err) == (len(names(tmp_path / "run")) > 1)
     assert all(t.isfinite().all() for t in weights(tmp_path / "run").values())
 
 
@@ -665,7 +669,7 @@ def test_a_first_loss_that_is_not_finite_is_no_matter_of_the_rate(data_dir, tmp_
     line = flags(data_dir=data_dir, out_dir="run", eval_tokens=0)
     code, _, err = train(line, tmp_path, inject=make_loss_nan)
     assert code == 4 and "look at the network, its loss and the data" in err
-    assert "--learning-rate" not in err
+    assert "--learning-rate" not in err and "remove" not in err
 
 
 def test_dropout_differs_by_step_and_seed_and_spares_validation(whole, data_dir, tmp_path):
