@@ -166,6 +166,7 @@ for _model, _recipe in RECIPES.items():
 
 # For --init-from: trained weights need a small rate and batch. nanoGPT finetunes with these.
 FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768, "muon": False}
+FINETUNE_NANO = {"learning_rate": 1e-3, "muon": False}  # measured: benchmarks/README.md
 
 # For models larger than nano without --data-dir: half a minute on an H100. choices.py
 # takes fewer steps on a slow device.
@@ -195,7 +196,8 @@ EVAL_FLAGS += " deterministic tf32 bf16 fp16 flash bf16_residual loss_chunk_toke
 def read_flags(argv: list[str], doc: str) -> dict:
     """Return the flags that the user typed, by name. doc is the text around the flags in --help."""
     nanogpt.check_names(argv, {*DEFAULTS}, {*EVAL_FLAGS.split()})
-    typed = parse(TrainConfig, doc, RECIPES | {"--init-from": FINETUNE}, SYNONYMS, argv)
+    finetune = {"--init-from": FINETUNE, "nano with --init-from": FINETUNE_NANO}
+    typed = parse(TrainConfig, doc, RECIPES | finetune, SYNONYMS, argv)
     if "prompt" in typed:
         typed["prompt"] = read_prompt(typed["prompt"])
     for name in ("data_dir", "out_dir", "init_from", "hellaswag"):
@@ -236,7 +238,7 @@ def resolve(
     if device.type == "cpu":  # choices.py measures whether they are faster
         rules |= {"bf16": bool(asked.get("bf16_residual")), "compile": False}
     if flags["init_from"]:
-        rules |= FINETUNE
+        rules |= FINETUNE if model != "nano" else FINETUNE_NANO
     elif not flags["data_dir"]:
         rules["prompt"] = "def "  # the data is Python's standard library
         rules |= FIRST_RUN if model != "nano" else {}

@@ -113,6 +113,7 @@ def test_the_first_command_on_a_gpu_takes_half_a_minute():
         ("--model gpt2 --data-dir mine", 50, 524_288),
         ("--model gpt2 --init-from gpt2", 50, 32_768),
         ("", 700, 2048),
+        ("--init-from nano", 700, 2048),
     ):
         config = resolved(line)
         assert (config.steps, config.batch_tokens) == (steps, batch_tokens), line
