@@ -61,6 +61,7 @@ from support.ending import DiskError, RunError, UserError, print_error
 from support.files import LOCK, FolderLock, rename, sync, whole_file
 from support.inputs import PIECE, Account, Reader, files_in, pieces, standard_library
 from support.log import is_terminal, show
+from support.run_folder import checkpoints
 from support.tokenizer import FILES, TOKENIZERS, read_tokenizer, require_tokenizer, train_tokenizer
 
 SYNONYMS = {"--out": "--data-dir", "--val-tokens": "--val-fraction"}
@@ -97,9 +98,10 @@ def parse_args(argv: list[str]) -> PrepareConfig:
     if "vocab_size" in typed and name != "bpe":
         raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
     if name not in (*VOCAB_SIZES, "bpe"):
-        tokenizer = read_tokenizer(Path(name))
+        folder = Path(name)
+        tokenizer = read_tokenizer(next(iter(checkpoints(folder)), folder))
         if not tokenizer:
-            kinds = "bpe, bytes, gpt2, or a folder with vocab.json and merges.txt"
+            kinds = "bpe, bytes, gpt2, a run, or a folder with vocab.json and merges.txt"
             raise UserError(f"--tokenizer {name} is none of {kinds}")
         if not tokenizer.end:
             text = "has no end of text, which separates documents"

@@ -276,7 +276,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--seq-len", type=int, help="tokens per sequence (default: 1024, nano 64)")
     add("--steps", type=int, help="timed steps of a run (default: 20, nano 40)")
     add("--data-dir", help="folder of token shards (default: Python's own source)")
-    add("--only", nargs="+", metavar="RUNG", help="such as tf32, accumulation, '2 ranks'")
+    add("--only", nargs="+", metavar="RUNG", help=f"of {', '.join(RUNGS[1:])}")
     add("--quick", action="store_true", help="one round, and no comparison alone in float32")
     add("--out", default="out/ladder", help="folder of the results (default: out/ladder)")
     add("--resume", action="store_true", help="add to the newest results of the same sizes")

@@ -38,7 +38,7 @@ def exit_code(program: str, function: Callable, *args) -> int:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{program}: stopped; finished runs are kept", file=sys.stderr)
+        print(f"{program}: stopped; finished runs are kept: repeat the command", file=sys.stderr)
         return 130
 
 

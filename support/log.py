@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import logging
 import math
 import os
 import shutil
@@ -177,6 +178,7 @@ def is_drawn(step: int, num_steps: int) -> bool:
 
 def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: dict[int, float]):
     """Plot losses by step into path. Raise ImportError if matplotlib is not installed."""
+    logging.getLogger("matplotlib").setLevel("ERROR")  # it warns if there is no home folder
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.8), layout="constrained")
@@ -186,7 +188,7 @@ def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: di
         axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
         width = max(1, len(values) // 50)
         smooth = np.convolve(values, np.ones(width) / width, "valid")
-        label = f"training: {smooth[-1]:.3f}, mean of {width} point{'s' if width > 1 else ''}"
+        label = f"training: {smooth[-1]:.3f}" + (f", mean of {width} points" if width > 1 else "")
         axes.plot(steps[width // 2 :][: len(smooth)], smooth, color="#4a7fd0", label=label)
     if val_losses:
         last = max(val_losses)

@@ -47,7 +47,7 @@ MISTAKES = {
     "misspelt": ("--inptu a", "did you mean --input?"),
     "no number": ("--seed x", "invalid int value"),
     "too large": ("--val-fraction 0.6", "must be at most 0.5"),
-    "no tokenizer": ("--tokenizer gpt4", "--tokenizer gpt4 is none of bpe, bytes, gpt2, or"),
+    "no tokenizer": ("--tokenizer gpt4", "--tokenizer gpt4 is none of bpe, bytes, gpt2, a run, or"),
 }  # fmt: skip
 
 
@@ -260,17 +260,18 @@ def test_the_vocabulary_is_trained_on_a_part_of_a_long_text_from_all_of_it(tmp_p
     assert letters[0] < "m" < letters[-1] and len(letters) < 26
 
 
-def test_another_folders_tokenizer_is_taken_and_may_be_a_checkpoints(tmp_path, whole, capsys):
+def test_another_folders_tokenizer_is_taken_and_may_be_a_runs(tmp_path, whole, capsys):
     texts = write_texts(tmp_path / "texts")
     flags = ("--input", texts, "--tokenizer")
     assert prepare(tmp_path / "a", *flags, "bpe", "--vocab-size", 300) == 0
     assert prepare(tmp_path / "b", *flags, tmp_path / "a") == 0
     assert stream(tmp_path / "a", "train") == stream(tmp_path / "b", "train")
-    assert prepare(tmp_path / "c", *flags, whole[1] / "step_000012") == 0
-    assert open_folder(tmp_path / "c").tokenizer == "bytes"
+    for name, theirs in (("c", whole[1] / "step_000012"), ("e", whole[1])):
+        assert prepare(tmp_path / name, *flags, theirs) == 0
+        assert open_folder(tmp_path / name).tokenizer == "bytes"
     capsys.readouterr()
     assert prepare(tmp_path / "d", *flags, texts) == 2
-    assert "is none of bpe, bytes, gpt2, or a folder" in error_of(capsys)
+    assert "is none of bpe, bytes, gpt2, a run, or a folder" in error_of(capsys)
     (tmp_path / "alphabet").mkdir()
     for name, data in Tokenizer({"a": 0, "b": 1}, [], None).files().items():
         (tmp_path / "alphabet" / name).write_bytes(data)
