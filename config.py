@@ -303,7 +303,8 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
             has = f"{pretrained.path} has {typed_as(name, value)}"
             cure = new_run(typed_as(name, wanted), asked.get("data_dir"))
             raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out, or {cure}")
+    ratios = {}  # take the recipe of the model whose blocks have the most similar size
     for model, known in SHAPES.items():
-        if all(shape[name] == getattr(known, name) for name in ("n_layer", "n_head", "n_embd")):
-            return shape | {"model": model}
-    return shape | {"model": "gpt2"}  # no recipe has this shape, so use gpt2's
+        size = shape["n_layer"] * shape["n_embd"] ** 2 / (known.n_layer * known.n_embd**2)
+        ratios[model] = max(size, 1 / size)
+    return shape | {"model": min(ratios, key=ratios.__getitem__)}

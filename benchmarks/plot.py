@@ -257,16 +257,20 @@ def runs_table(runs: list[Run]) -> list[dict[str, str]]:
 
 
 def means_table(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
-    """Return a row for each setting: its figures, over the seeds. Of runs with the same seed, only
-    the last counts, because a repetition is no second sample."""
+    """Return a row for each setting: its figures, over the seeds."""
     table = []
     for name, runs in groups.items():
-        group = list({run.flags.get("seed"): run for run in runs}.values())
+        group = one_per_seed(runs)
         row = {"setting": name, "seeds": str(len(group))}
         row["validation ± standard deviation"] = mean(group, "val_loss")
         row["bits per byte ±"] = mean(group, "bits_per_byte")
         table.append(row)
     return table
+
+
+def one_per_seed(runs: list[Run]) -> list[Run]:
+    """Return the last run with each seed, because a repetition is no second sample."""
+    return list({run.flags.get("seed"): run for run in runs}.values())
 
 
 def mean(runs: list[Run], quantity: str) -> str:
@@ -353,8 +357,9 @@ def brief(number: float) -> str:
 
 def describe(name: str, group: list[Run]) -> str:
     """Return a label for runs that differ only in their seeds."""
+    group = one_per_seed(group)
     if len(group) > 1:
-        return f"{name}: validation {mean(group, 'val_loss')}, {len(group)} runs"
+        return f"{name}: validation {mean(group, 'val_loss')}, {len(group)} seeds"
     (steps, _), (val_steps, val_losses) = group[0].series("loss"), group[0].series("val_loss")
     if len(steps):
         values, num = smoothed(group[0])

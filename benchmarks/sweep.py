@@ -31,6 +31,7 @@ import machine
 import plot
 
 RUNS = Path("out/sweep")
+FEWEST_VALIDATIONS = 5  # of a run, or its tokens to a loss would be a guess between two of them
 DIVERGED = 4  # train_gpt2.py's exit code when the loss is not finite
 COLUMNS = {  # of the table: the figure of a run, and how it is written
     "validation loss": ("val_loss", "{:.3f}"),
@@ -173,6 +174,8 @@ def baseline(words: str, done: dict[tuple, list[dict]]) -> list[dict]:
 
 def share_of_tokens(runs: list[dict], others: list[dict]) -> str:
     """Return the tokens that runs need to the last loss of the others, by seed, as a share."""
+    if others and any(len(run["curve"]["tokens"]) < FEWEST_VALIDATIONS for run in runs):
+        return "lower --eval-every"
     shares = []
     for run, other in itertools.product(runs, others):
         if set(run["flags"]) - set(setting(run)) == set(other["flags"]) - set(setting(other)):

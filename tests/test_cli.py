@@ -21,6 +21,7 @@ from model import SHAPES, ComputeConfig, GPTConfig
 from support import cli, device
 from support.cli import spell
 from support.ending import UserError
+from support.pretrained import Pretrained
 
 ROOT = Path(train_gpt2.__file__).parent
 PROGRAM = [*ROOT.glob("*.py"), *(ROOT / "support").glob("*.py")]
@@ -65,6 +66,22 @@ def test_muon_has_a_rate_by_width_and_what_is_typed_wins():
     assert rate("--learning-rate 0.5") == 0.5 and rate("--model gpt2 --no-muon") == 6e-4
     betas = [resolved(line).beta1 for line in ("--muon", "--no-muon", "--muon --beta1 0.7")]
     assert betas == [0.8, 0.9, 0.7]
+
+
+def test_weights_have_the_recipe_of_the_model_of_the_nearest_size():
+    for n_layer, n_embd, model in (
+        (1, 8, "nano"),
+        (2, 64, "nano"),
+        (4, 256, "nano"),
+        (6, 384, "gpt2"),  # nanoGPT's baby GPT
+        (12, 768, "gpt2"),
+        (24, 1040, "gpt2-medium"),
+        (96, 12288, "gpt2-xl"),
+    ):
+        shape = GPTConfig(n_layer=n_layer, n_head=2, n_embd=n_embd)
+        weights = Pretrained(Path("weights"), shape, {}, "gpt2")
+        config, _ = resolve({"init_from": "weights"}, None, weights, CPU)
+        assert (config.model, config.n_layer, config.n_embd) == (model, n_layer, n_embd)
 
 
 def test_a_cpu_validates_on_as_many_tokens_as_take_half_a_minute():

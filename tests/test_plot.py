@@ -257,6 +257,8 @@ def test_runs_that_differ_only_in_their_seed_have_a_mean(tmp_path):
     (name, runs), _ = groups.items()
     assert plot.means_table({name: [runs[0], *runs]}) == [row]
     assert [*plot.means_table({name: runs[:1] * 2})[0].values()][1:3] == ["1", "5.0000"]
+    label = plot.describe(name, [runs[0], *runs])
+    assert label == "learning_rate 1: validation 5.5000 ± 0.7071, 2 seeds"
 
 
 @pytest.mark.parametrize("names", [["10", "2"], ["20261126", "20261127"]])
