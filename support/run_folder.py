@@ -96,7 +96,9 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
                 raise UserError(f"{text}, but {path.name}: {cure}")
         begun_by = command_of(out_dir, typed)
         if begun_by:  # a new run would lack its flags
-            raise UserError(f"{text}: the run ended before its first one; repeat: {begun_by}")
+            raise UserError(
+                f"{text}: its run saved none yet; if that has ended, repeat: {begun_by}"
+            )
         return
     # A new run would have other flags, so the folder was moved, or its name is misspelt.
     is_old = "out_dir" in typed and not typed.keys() & {"data_dir", "init_from", "model"}

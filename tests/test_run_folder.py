@@ -73,7 +73,11 @@ def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_pat
     killed.mkdir()
     shutil.copy(tmp_path / "out/novel/log.jsonl", killed)
     code, out, err = train(["--resume", "--out-dir=out/killed"], tmp_path)
-    assert code == 2 and "ended before its first one; repeat: python " in err and not out, err
+    assert (
+        code == 2
+        and "its run saved none yet; if that has ended, repeat: python " in err
+        and not out
+    ), err
     _, *words = shlex.split(err.partition("repeat: python ")[2])
     code, out, err = train([*words, "--out-dir=out/killed"], tmp_path)
     assert code == 0 and "so a new run begins" in out, err
