@@ -22,7 +22,8 @@ In the program that trained it, `python sample.py THIS FOLDER` samples from it, 
 """
 LOAD_CHANGED = """The network is a changed GPT-2, with {}, so transformers refuses it. In the
 program that trained it, `python sample.py THIS FOLDER` samples from it. If transformers' GPT-2 can
-express the change, map it in hf_config in support/pretrained.py.
+express the change, make it a field of GPTConfig, map that in hf_config in support/pretrained.py,
+and add its name to MAPPED there.
 """
 
 
