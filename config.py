@@ -63,7 +63,9 @@ class TrainConfig:
     decay_share: float = flag(0.2, "wsd: the final decay, as a fraction of the steps", max=1)
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
-    beta1: float = flag(0.9, "AdamW's beta1 (default: 0.9; 0.8 with --muon)", max=0.999)
+    beta1: float = flag(
+        0.9, "AdamW's beta1 (default: 0.9; 0.8 with --muon); beta2 is 0.95", max=0.999
+    )
     muon: bool = flag(True, "Muon for the matrices of new weights; --no-muon: AdamW", "refuse")
 
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
@@ -263,6 +265,10 @@ def resolve(
     # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
+    elif "bf16_residual" not in asked:
+        reasons["--no-bf16-residual"] = (
+            "only new networks larger than nano have it, in bfloat16 on GPUs"
+        )
     return TrainConfig(**flags), reasons
 
 

@@ -30,6 +30,7 @@ if (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1" or cores.busy_share() > 0.
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -518,6 +519,10 @@ def set_up_and_train(typed: dict, world: World) -> int:
     try:
         run = set_up(typed, lock, world)
         return train(run) if run else ending.DONE
+    except KeyboardInterrupt:
+        with suppress(OSError):  # a job script looks for this record
+            log.Log(lock, lock.locked is not None).record(stopped=None)
+        raise
     except Exception:
         lock.check()  # raises DiskError if the folder was moved, which explains the error
         raise

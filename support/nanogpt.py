@@ -153,8 +153,10 @@ def translate(settings: dict[str, str], known: set[str]) -> dict:
         flags |= {"schedule": "constant", "warmup_steps": 0}
     if "dtype" in settings:
         flags |= DTYPES.get(settings["dtype"], {"bf16": True})
-    theirs = Path(settings.get("out_dir", "out"), "ckpt.pt")
-    if flags.get("init_from") == "resume" and os.path.exists(theirs):
+    out_dir = Path(settings.get("out_dir", "out"))
+    theirs = out_dir / "ckpt.pt"
+    has_theirs = os.path.exists(theirs) and not checkpoints(out_dir)
+    if flags.get("init_from") == "resume" and has_theirs:
         flags["init_from"] = str(theirs)
         flags.pop("out_dir", None)
     elif flags.get("init_from") == "resume":

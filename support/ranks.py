@@ -107,12 +107,13 @@ class World:
 
 
 def launched(line: str, world: World) -> str:
-    """Return a command line with torchrun in place of python if there are several ranks. On several
-    machines, torchrun also needs to know where they meet."""
+    """Return a command line with torchrun in place of python if there are several ranks."""
     if world.size == 1:
         return line
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or world.size)
     launcher = f"torchrun --nnodes={world.size // num_local} --nproc_per_node={num_local}"
+    if num_local != world.size:
+        launcher += " [--rdzv_... or --master_..., as before, on each machine]"
     return line.replace("python", launcher, 1)
 
 

@@ -156,8 +156,11 @@ def test_a_gpu_has_a_bf16_residual_unless_there_is_a_reason(line, monkeypatch):
     assert config.bf16_residual == RESIDUAL[line]
 
 
-def test_a_cpu_has_a_float32_residual():
-    assert not resolved("--model gpt2 --bf16").bf16_residual
+def test_a_cpu_has_a_float32_residual_and_says_so():
+    config, reasons = resolve(read_flags(["--model", "gpt2", "--bf16"]), None, None, CPU)
+    assert not config.bf16_residual and "--no-bf16-residual" in reasons
+    for line in ("--bf16 --bf16-residual", "--no-bf16-residual"):
+        assert "--no-bf16-residual" not in resolve(read_flags(line.split()), None, None, CPU)[1]
 
 
 def test_an_old_gpu_has_a_float32_residual(monkeypatch):

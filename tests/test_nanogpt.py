@@ -141,6 +141,9 @@ def test_a_resume_of_nanogpts_own_run_begins_with_its_weights(tmp_path, monkeypa
     assert f"train_gpt2.py --init-from {path}" in translated(line)
     whole = command_in(translated(f"{line} --max_iters=9 --batch_size=2 --block_size=8"))
     assert (whole["schedule"], whole["decay_to"]) == ("cosine", 0.1)  # nano's recipe has others
+    os.mkdir("theirs/step_000003")  # a run of ours beside it
+    assert "--out-dir theirs --resume" in translated(line)
+    os.rmdir("theirs/step_000003")
     with pytest.raises(UserError, match=f"ckpt.pt: .* --init-from {re.escape(path)} and another"):
         check_nothing_is_meant(Path("theirs"), {})
     Path("theirs", "log.jsonl").touch()  # a run of ours that was killed early
