@@ -83,6 +83,8 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
     text = f"--out-dir {out_dir} holds no checkpoint to resume from"
     if checkpoints(out_dir):
         return
+    # A new run would have other flags than the one that a command without these means.
+    is_short = not typed.keys() & {"data_dir", "init_from", "model"}
     if os.path.isdir(out_dir):
         if all(os.path.exists(out_dir / file) for file in ("config.json", "model.safetensors")):
             cure = f"begin a new run with --init-from {quoted(str(out_dir))}"
@@ -94,14 +96,12 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
             if not (out_dir / LOG).exists():
                 cure = f"begin a new run with --init-from {quoted(str(path))} and another --out-dir"
                 raise UserError(f"{text}, but {path.name}: {cure}")
-        begun_by = command_of(out_dir, typed)
-        if begun_by:  # a new run would lack its flags
-            raise UserError(
-                f"{text}: its run saved none yet; if that has ended, repeat: {begun_by}"
-            )
+        begun_by = command_of(out_dir, typed) if is_short else ""
+        if begun_by:
+            cure = f"its run saved none yet; if that has ended, repeat: {begun_by}"
+            raise UserError(f"{text}: {cure}")
         return
-    # A new run would have other flags, so the folder was moved, or its name is misspelt.
-    is_old = "out_dir" in typed and not typed.keys() & {"data_dir", "init_from", "model"}
+    is_old = is_short and "out_dir" in typed  # the folder was moved, or its name is misspelt
     name, runs = out_dir.name, [p.name for p in out_dir.parent.glob("*") if checkpoints(p)]
     near = difflib.get_close_matches(name, runs, len(runs) or 1)  # the nearest first
     meant = [out_dir.with_name(other) for other in near if is_old or is_slip(name, other)]

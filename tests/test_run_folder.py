@@ -54,6 +54,29 @@ def test_the_newest_run_is_the_one_that_saved_last(tmp_path):
     assert newest_run(tmp_path / "nowhere") is None
 
 
+def test_a_resume_before_the_first_checkpoint_needs_the_whole_command(data_dir, tmp_path):
+    """A new run would lack the flags of the one that was killed."""
+    line = flags(data_dir=data_dir, out_dir="out/run", steps=3)
+    assert train(line, tmp_path)[0] == 0
+    folder = tmp_path / "out/run"
+    content = (folder / "log.jsonl").read_bytes()
+
+    def resume(*words: str) -> tuple[int, str, str]:
+        """Resume a run of which only the log is there."""
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "log.jsonl").write_bytes(content)
+        return train([*words, "--resume"], tmp_path)
+
+    for short in (["--out-dir=out/run"], [], ["--learning-rate=1"]):
+        code, out, err = resume(*short)
+        assert code == 2 and "saved none yet; if that has ended, repeat: python" in err and not out
+    _, *words = shlex.split(err.partition("repeat: python ")[2])
+    for whole in (words, [*line, "--seed=3"]):  # which names its data itself
+        code, out, err = resume(*whole)
+        assert code == 0 and "so a new run begins" in out, err
+
+
 def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_path):
     line = [*flags(data_dir=data_dir, steps=3), "--resume"]
     code, out, err = train([*line, "--out-dir", "out/novel"], tmp_path)
@@ -68,20 +91,6 @@ def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_pat
     # Otherwise it would train on Python's source.
     code, out, err = train(["--resume", "--out-dir=elsewhere", "--steps=4"], tmp_path)
     assert code == 2 and "to resume from: name the run's folder" in err and not out, err
-    # A run that ended before its first checkpoint has flags that a new one would lack.
-    killed = tmp_path / "out/killed"
-    killed.mkdir()
-    shutil.copy(tmp_path / "out/novel/log.jsonl", killed)
-    code, out, err = train(["--resume", "--out-dir=out/killed"], tmp_path)
-    assert (
-        code == 2
-        and "its run saved none yet; if that has ended, repeat: python " in err
-        and not out
-    ), err
-    _, *words = shlex.split(err.partition("repeat: python ")[2])
-    code, out, err = train([*words, "--out-dir=out/killed"], tmp_path)
-    assert code == 0 and "so a new run begins" in out, err
-    shutil.rmtree(killed)
     # The nearest name comes first, and a bare --resume may name one of a series.
     shutil.copytree(tmp_path / "out/novel", tmp_path / "out/novel2")
     for name, near in (("novell2", "novel2"), ("novel22", "novel2"), ("novl", "novel")):
