@@ -181,7 +181,10 @@ def share_of_tokens(runs: list[dict], others: list[dict]) -> str:
         if set(run["flags"]) - set(setting(run)) == set(other["flags"]) - set(setting(other)):
             tokens = tokens_to(other["val_loss"], run["curve"])
             shares.append(tokens / other["curve"]["tokens"][-1])
-    return "never" if math.inf in shares else spread(shares, "{:.2f}")
+    text = "never" if math.inf in shares else spread(shares, "{:.2f}")
+    if 0 < len(shares) < len(runs):
+        text += f", {len(shares)} of {len(runs)} seeds"
+    return text
 
 
 def spread(values: list[float], form: str) -> str:

@@ -89,6 +89,8 @@ def test_tokens_to_a_loss_are_not_guessed_between_two_validations():
         curve = {"tokens": tokens, "val_loss": [5 - n / 25 for n in tokens]}
         run = {"flags": ["--muon", "--seed=1"], "val_loss": 1.0, "curve": curve}
         assert sweep.share_of_tokens([run], [other]) == cell
+    third = run | {"flags": ["--muon", "--seed=3"]}  # the other has no run with this seed
+    assert sweep.share_of_tokens([run, third], [other]) == "0.50, 1 of 2 seeds"
 
 
 def test_a_table_has_a_row_for_each_setting_with_the_spread_over_seeds(project):
