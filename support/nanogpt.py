@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.cli import command, typed_as
+from support.cli import command, launched, typed_as
 from support.ending import UserError
 from support.files import did_you_mean
 from support.run_folder import checkpoints
@@ -67,7 +67,8 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     if flags.get("eval_only"):
         flags = {name: flags[name] for name in flags if name in known_to_eval or name not in known}
     names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-    line = " ".join([command("train_gpt2.py"), *(typed_as(*flag) for flag in flags.items())])
+    words = [command("train_gpt2.py"), *(typed_as(*flag) for flag in flags.items())]
+    line = launched(" ".join(words))
     text = "; ".join([f"these are other programs' settings: {names}", *remarks(settings, flags)])
     raise UserError(f"{text}. The closest command here: {line}")
 

@@ -106,17 +106,6 @@ class World:
                     self.end_all(UserError(f"{text}: all ranks must agree"))
 
 
-def launched(line: str, world: World) -> str:
-    """Return a command line with torchrun in place of python if there are several ranks."""
-    if world.size == 1:
-        return line
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or world.size)
-    launcher = f"torchrun --nnodes={world.size // num_local} --nproc_per_node={num_local}"
-    if num_local != world.size:
-        launcher += " [--rdzv_... or --master_..., as before, on each machine]"
-    return line.replace("python", launcher, 1)
-
-
 def find_world(env: dict[str, str], num_gpus: int, kind: str = "auto") -> World:
     """Return this process's place among the ranks, with a device of this kind ("auto": the best).
     Raise UserError if torchrun's variables are invalid, or if there is no such device."""

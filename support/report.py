@@ -12,10 +12,9 @@ from tqdm import tqdm
 from config import TrainConfig, has_moved
 from dataloader import MANIFEST, read_manifest
 from support import checkpoint
-from support.cli import command, spell, typed_as
+from support.cli import command, launched, spell, typed_as
 from support.evaluate import num_val_sequences
 from support.pretrained import changed_fields, changes, formula_loss
-from support.ranks import launched
 from support.run import Run
 from support.tokenizer import load_tokenizer, vocab_cure
 
@@ -27,7 +26,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     config, env, loader = run.config, run.environment, run.loader
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
-    record["command"] = typed_command(run, typed, reasons)
+    record["command"] = typed_command(typed, reasons)
     record["preparation"] = preparation(run.data.folder)
     record |= {name: run.optimizer.defaults[name] for name in ("betas", "eps")}
     run.log.record(**record, data=run.data.fingerprint, resumed=run.step if state else None)
@@ -60,11 +59,11 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     run.log.print("\n".join(lines))
 
 
-def typed_command(run: Run, typed: dict, reasons: dict[str, str]) -> str:
+def typed_command(typed: dict, reasons: dict[str, str]) -> str:
     """Return the command that started this process, with the flags that it has chosen since, for
     `reasons` of this machine: measured again, they may come out differently."""
     flags = [typed_as(name, value) for name, value in typed.items()]
-    return launched(" ".join([command("train_gpt2.py"), *flags, *reasons]), run.world)
+    return launched(" ".join([command("train_gpt2.py"), *flags, *reasons]))
 
 
 def preparation(folder: Path) -> dict:

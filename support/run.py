@@ -13,11 +13,11 @@ from dataloader import ShardLoader, TokenFolder
 from model import GPT
 from support import checkpoint, log
 from support.card import CARD, model_card
-from support.cli import command
+from support.cli import command, launched
 from support.ending import STOPPED, DiskError, Phase, signals, tell_torchrun, watchdog
 from support.evaluate import Question, num_val_sequences
 from support.files import FolderLock, whole_file
-from support.ranks import World, check_ranks_agree, launched
+from support.ranks import World, check_ranks_agree
 from support.run_folder import PICTURE, SUMMARY, checkpoints, step_of
 from support.tokenizer import as_json, load_tokenizer
 
@@ -155,7 +155,7 @@ def stop(run: Run) -> int:
     line = command("train_gpt2.py", "--resume", "--out-dir", str(run.out_dir))
     if run.config.max_hours:
         line += f" --max-hours {run.config.max_hours:g}"
-    line = launched(line, run.world)
+    line = launched(line)
     text = f"stopped after step {run.step}, which is saved"
     if signals.is_time_up:
         text += f", because --max-hours {run.config.max_hours:g} is over"

@@ -108,6 +108,15 @@ CASES = {  # what was typed: what must be in the answer
 }
 
 
+def test_torchrun_is_translated_too(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for num_local, launcher in (("16", "--nnodes=1 --nproc_per_node=16 "), ("8", "--nnodes=2 ")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
+        message = translated("--max_iters=60 --batch_size=4")
+        assert f"command here: torchrun {launcher}" in message
+        assert ("on each machine" in message) == (num_local == "8")
+
+
 def test_a_single_slip_has_no_remarks_on_whole_command_lines():
     for line in ("--model gpt2 --steps 10 --wandb_log=True", "--model gpt2 --max_iters=5 --lr 1"):
         message = translated(line)
