@@ -296,7 +296,7 @@ def new_run(flag: str, data_dir: str | None) -> str:
     """Return the cure for a flag that the weights or a resumed run can't have."""
     flags = [typed_as("data_dir", data_dir)] if data_dir else []  # none: Python's source
     line = " ".join([command("train_gpt2.py"), *flags, flag, "--out-dir ANOTHER"])
-    return f"begin a new run, without these weights: {line}"
+    return f"begin a new run, without these weights, and repeat its other flags: {line}"
 
 
 def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:

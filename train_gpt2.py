@@ -44,7 +44,7 @@ from dataloader import ShardLoader
 from model import GPT
 from support import device, evaluate, fit, log, report, run_folder
 from support.cli import spell
-from support.ending import NumericalError, Phase, UserError, signals
+from support.ending import DiskError, NumericalError, Phase, UserError, signals
 from support.files import FolderLock
 from support.muon import MuonAdamW
 from support.plan import Plan, check_can_save, check_files_agree, is_complete, make_plan
@@ -516,15 +516,20 @@ def set_up_and_train(typed: dict, world: World) -> int:
     lock = FolderLock(world.call_on_main(run_folder.choose_out_dir, name, resume))
     if resume:
         world.call_on_main(run_folder.check_nothing_is_meant, lock.folder, typed)
+    run = None
     try:
         run = set_up(typed, lock, world)
         return train(run) if run else ending.DONE
     except KeyboardInterrupt:
-        with suppress(OSError):  # a job script looks for this record
-            log.Log(lock, lock.locked is not None).record(stopped=None)
+        with suppress(OSError, DiskError):
+            lock.check()
+            log.Log(lock, lock.locked is not None).record(stopped=None)  # for job scripts
         raise
-    except Exception:
+    except Exception as error:
         lock.check()  # raises DiskError if the folder was moved, which explains the error
+        if run:
+            with suppress(OSError):  # the disk may be full
+                run.log.record(failed=f"{error!s:.300}")
         raise
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import platform
 import re
@@ -17,6 +18,7 @@ from tempfile import TemporaryFile
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = REPO / "train_gpt2.py"
 RESULTS = REPO / "benchmarks" / "results"
+logging.getLogger("matplotlib").setLevel("ERROR")  # it warns if there is no home folder
 WARM_UP = 3  # don't time the first steps of a process: memory and caches are still filling up
 
 

@@ -30,6 +30,7 @@ HINTS = {  # without a flag here: its fixed value as nanoGPT spells it, and what
     "bias": ("True", "the network has biases, like OpenAI's"),
 }
 UNUSED = {"wandb_project", "always_save_checkpoint", "backend", "lr_decay_iters", "wandb_run_name"}
+OF_BATCH = {"gradient_accumulation_steps", "block_size", "dataset"}  # where nanoGPT's batch counts
 OF_SAMPLE = {"start": "prompt", "max_new_tokens": "sample_tokens"}  # sample.py's
 CONFIG = ".py"  # the name of a config file among the settings
 FOREIGN = {*RENAMED, *COMPUTED, *HINTS, *UNUSED}
@@ -78,7 +79,7 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
     texts = [text for name, (ours, text) in HINTS.items() if settings.get(name, ours) != ours]
     if "wandb_project" in settings and flags.get("wandb"):
         texts.append(f"name the project by WANDB_PROJECT={settings['wandb_project']}")
-    if "batch_tokens" in flags:
+    if "batch_tokens" in flags and "batch_tokens" not in settings:
         texts.append("sequences per pass are --micro-batch-size, by default as many as fit")
     warmup = settings.get("warmup_iters", "0")
     if flags.get("warmup_steps") != 0 and int(warmup) >= int(flags.get("steps", 600_000)):
@@ -179,7 +180,7 @@ def computed(settings: dict) -> dict:
     B, T = int(numbers["batch_size"]), int(settings.get("seq_len", 1024))
     if "total_batch_size" in settings:
         flags |= {"micro_batch_size": B} if "batch_size" in settings else {}
-    elif settings.keys() & {"gradient_accumulation_steps", "seq_len", "dataset"}:
+    elif "batch_tokens" not in settings and settings.keys() & OF_BATCH:
         flags["batch_tokens"] = int(numbers["gradient_accumulation_steps"]) * B * T
     elif "batch_size" in settings:  # alone, and maybe of nobody's program
         flags["micro_batch_size"] = B

@@ -654,6 +654,10 @@ def test_a_loss_that_is_not_finite_enters_no_weight(data_dir, tmp_path):
     assert (tmp_path / "rank1.err").read_text() == ""
     last = max(losses(tmp_path / "run"))
     assert f"step {last} is saved" in err
+    assert (
+        "gave loss"
+        in json.loads((tmp_path / "run/log.jsonl").read_text().splitlines()[-1])["failed"]
+    )
     # The one before it is a cure, if there is one.
     assert (f"remove step_{last:06d}" in err) == (len(names(tmp_path / "run")) > 1)
     assert all(t.isfinite().all() for t in weights(tmp_path / "run").values())
