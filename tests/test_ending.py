@@ -118,6 +118,7 @@ wait_for_another_rank()
 """
 
 
+@pytest.mark.slow
 def test_a_hang_ends_with_1_and_shows_where():
     repo = os.path.dirname(train_gpt2.__file__)
     command = [sys.executable, "-c", HANG]

@@ -873,6 +873,7 @@ def stop_all(moment: str, rank: int):
     before(*MOMENTS[moment], act, 0, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "ranks"), PAUSES)
 def test_a_pause_is_no_hang(moment, ranks, trial):
     trial.goes_on(ranks, partial(stop_all, moment))
@@ -884,6 +885,7 @@ def save_slowly(rank: int):
     before("checkpoint.save", 2, lambda *_: time.sleep(PAUSE_S), 0, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_slow_disk_is_no_hang(ranks, trial):
     trial.goes_on(ranks, save_slowly)
@@ -905,6 +907,7 @@ def hold_output(rank: int):
     os.set_blocking(1, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=slow)])
 def test_a_reader_that_holds_the_output_stops_no_run(ranks, trial):
     trial.goes_on(ranks, hold_output)
@@ -919,6 +922,7 @@ def slow_typist(rank: int):
     builtins.input = lambda _: time.sleep(1.5) or next(texts, None) or raise_error(EOFError())
 
 
+@pytest.mark.slow
 def test_a_prompt_that_takes_long_to_type_is_no_hang(whole, tmp_path):
     line = [str(whole[1]), "--sample-tokens", "3"]
     code, out, err = train(line, tmp_path, inject=slow_typist, script="sample")

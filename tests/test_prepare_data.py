@@ -312,6 +312,7 @@ def kill_after_two(split, finish_shard=prepare_data.Split.finish_shard):
     finish_shard(split)
 
 
+@pytest.mark.slow
 @NEEDS_POSIX  # for its resource
 def test_a_long_text_takes_little_memory(tmp_path):
     """The peak of a process does not grow with its input, beyond the shard that it fills."""

@@ -160,6 +160,7 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name(case, tmp_path):
         read_tokenizer(tmp_path)
 
 
+@pytest.mark.slow
 def test_training_gives_the_same_tokenizer_each_time():
     code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}; import test_tokenizer"
     code += "; print(test_tokenizer.trained(1000).sha256)"

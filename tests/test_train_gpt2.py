@@ -180,6 +180,7 @@ def large_scale(rank: int):
     torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=2.0**34)
 
 
+@pytest.mark.slow
 def test_the_micro_batch_is_the_largest_that_every_rank_has_memory_for(data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", micro_batch_size=None, batch_tokens=256)
     code, _, err = train(line, tmp_path / "none", 2, inject=partial(little_memory, 0))
@@ -1037,6 +1038,7 @@ def test_a_pipe_or_an_empty_folder_is_refused(name, data_dir, tmp_path, monkeypa
     assert sorted(os.listdir()) == ["odd folder", "odd pipe"]
 
 
+@pytest.mark.slow
 def test_the_largest_numbers_train(data_dir, tmp_path):
     large = ("steps", "eval_tokens", "save_every", "eval_every", "log_every", "sample_tokens")
     large += ("top_k", "loss_chunk_tokens", "seed", "temperature", "grad_clip")
