@@ -166,8 +166,9 @@ def translate(settings: dict[str, str], known: set[str]) -> dict:
     if flags.get("init_from") in ("resume", "scratch"):
         del flags["init_from"]
     try:
-        if "steps" in flags and int(flags.get("warmup_steps", 0)) >= int(flags["steps"]):
-            flags["warmup_steps"] = int(flags["steps"]) - 1  # nanoGPT takes more
+        steps = int(flags.get("steps", 600_000))
+        if int(flags.get("warmup_steps", 0)) >= steps:
+            flags["warmup_steps"] = steps - 1  # nanoGPT takes more
         return flags | computed(settings | flags)
     except (ValueError, ArithmeticError) as error:
         raise UserError(f"this is not a command line of nanoGPT: {error}") from error

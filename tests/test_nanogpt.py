@@ -104,6 +104,7 @@ CASES = {  # what was typed: what must be in the answer
     "--zzz --max_iters=10": "--zzz --steps 10",
     "--max_iters=10 foo": "foo: flags begin with --",
     "--batch_size=x": "not a command line of nanoGPT",
+    "--warmup_iters=1e3": "not a command line of nanoGPT",
     "--batch_size=inf": "not a command line of nanoGPT",
     f"{'x' * 300}.py --batch_size=12": "is not here",
     f"--init_from=resume --out_dir={'x' * 300}": "--resume",
