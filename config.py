@@ -44,7 +44,7 @@ class TrainConfig:
     # As in the lecture.
     batch_tokens: int = flag(2**19, "tokens per step, over all ranks (first run: 65536)", min=1)
     # 20 batches, as in build-nanogpt's published curve.
-    eval_tokens: int = flag(10_485_760, "validation tokens (fewer on a CPU); 0: none")
+    eval_tokens: int = flag(10_485_760, "validation tokens (fewer without a GPU); 0: none")
 
     n_layer: int = flag(12, "transformer blocks", "refuse", min=1, group="network")
     n_head: int = flag(12, "attention heads per block", "refuse", min=1)
@@ -175,6 +175,14 @@ FINETUNE_NANO = {"learning_rate": 1e-3, "muon": False}  # measured: benchmarks/R
 FIRST_RUN = {"batch_tokens": 65_536, "steps": 240}
 
 
+def finetune_flags(model: str, seq_len: int) -> dict:
+    """Return the flags with which weights of about this model's size are trained further."""
+    if model != "nano":
+        return FINETUNE
+    # The weights may have longer sequences than nano's batch.
+    return FINETUNE_NANO | {"batch_tokens": max(RECIPES["nano"]["batch_tokens"], seq_len)}
+
+
 def muon_learning_rate(n_embd: int) -> float:
     """Return --muon's peak learning rate, measured at widths 128 to 512 (benchmarks/README.md)."""
     return float(f"{8e-3 * min(1, 128 / n_embd) ** 0.8:.2g}")  # the measurements justify two digits
@@ -240,7 +248,7 @@ def resolve(
     if device.type == "cpu":  # choices.py measures whether they are faster
         rules |= {"bf16": bool(asked.get("bf16_residual")), "compile": False}
     if flags["init_from"]:
-        rules |= FINETUNE if model != "nano" else FINETUNE_NANO
+        rules |= finetune_flags(model, flags["seq_len"])
     elif not flags["data_dir"]:
         rules["prompt"] = "def "  # the data is Python's standard library
         rules |= FIRST_RUN if model != "nano" else {}
@@ -261,14 +269,12 @@ def resolve(
         # With 124M, 8192 tokens take half a minute on a CPU, and all of them would take hours.
         size = flags["n_embd"] * (12 * flags["n_layer"] * flags["n_embd"] + VOCAB_SIZES["gpt2"])
         rules["eval_tokens"] = 8192 * max(1, 124_000_000 // size)
-        reasons[typed_as("eval_tokens", rules["eval_tokens"])] = "more would take long on a CPU"
+        reasons[f"--eval-tokens {rules['eval_tokens']}"] = "more would take long without a GPU"
     # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
     elif "bf16_residual" not in asked:
-        reasons["--no-bf16-residual"] = (
-            "only new networks larger than nano have it, in bfloat16 on GPUs"
-        )
+        reasons["--no-bf16-residual"] = "it is for new networks larger than nano, on GPUs"
     return TrainConfig(**flags), reasons
 
 
@@ -292,11 +298,11 @@ def saved_flags(state: dict, device: torch.device) -> dict:
     return {name: state["config"].get(name, DEFAULTS[name]) for name in DEFAULTS.keys() - dropped}
 
 
-def new_run(flag: str, data_dir: str | None) -> str:
-    """Return the cure for a flag that the weights or a resumed run can't have."""
+def new_run_cure(changed: str, data_dir: str | None) -> str:
+    """Return what to do instead of giving a run or weights the flag `changed`."""
     flags = [typed_as("data_dir", data_dir)] if data_dir else []  # none: Python's source
-    line = " ".join([command("train_gpt2.py"), *flags, flag, "--out-dir ANOTHER"])
-    return f"begin a new run, without these weights, and repeat its other flags: {line}"
+    line = " ".join([command("train_gpt2.py"), *flags, changed, "--out-dir ANOTHER"])
+    return f"begin a new run, with your other flags: {line}"
 
 
 def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
@@ -307,8 +313,9 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
-            cure = new_run(typed_as(name, wanted), asked.get("data_dir"))
-            raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out, or {cure}")
+            cure = new_run_cure(typed_as(name, wanted), asked.get("data_dir"))
+            cure = f"leave it out, or, without these weights, {cure}"
+            raise UserError(f"{typed_as(name, wanted)}: {has}: {cure}")
     ratios = {}  # take the recipe of the model whose blocks have the most similar size
     for model, known in SHAPES.items():
         size = shape["n_layer"] * shape["n_embd"] ** 2 / (known.n_layer * known.n_embd**2)

@@ -44,7 +44,7 @@ from dataloader import ShardLoader
 from model import GPT
 from support import device, evaluate, fit, log, report, run_folder
 from support.cli import spell
-from support.ending import DiskError, NumericalError, Phase, UserError, signals
+from support.ending import NumericalError, Phase, UserError, signals
 from support.files import FolderLock
 from support.muon import MuonAdamW
 from support.plan import Plan, check_can_save, check_files_agree, is_complete, make_plan
@@ -223,8 +223,8 @@ def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: floa
     )
     cure = f"begin a new run with a --learning-rate below {config.learning_rate}"
     if len(run_folder.checkpoints(run.out_dir)) > 1:
-        cure += f", or remove step_{run.step:06d} and --resume with one: the weights that are saved"
-        cure += " would give the same again"
+        cure += f", or remove step_{run.step:06d}, whose weights would give the same loss again,"
+        cure += " and repeat with --resume and a lower rate"
     if run.step == 0:
         cure = "the weights are the initial ones, so look at the network, its loss and the data"
     if math.isfinite(loss) and run.world.device.type == "cuda" and config.flash:
@@ -520,16 +520,11 @@ def set_up_and_train(typed: dict, world: World) -> int:
     try:
         run = set_up(typed, lock, world)
         return train(run) if run else ending.DONE
-    except KeyboardInterrupt:
-        with suppress(OSError, DiskError):
-            lock.check()
-            log.Log(lock, lock.locked is not None).record(stopped=None)  # for job scripts
-        raise
     except Exception as error:
         lock.check()  # raises DiskError if the folder was moved, which explains the error
         if run:
-            with suppress(OSError):  # the disk may be full
-                run.log.record(failed=f"{error!s:.300}")
+            with suppress(OSError, ValueError):  # the disk may be full, or the log closed
+                run.log.record(failed=f"{type(error).__name__}: {error!s:.300}")
         raise
 
 

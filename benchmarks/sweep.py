@@ -175,7 +175,7 @@ def baseline(words: str, done: dict[tuple, list[dict]]) -> list[dict]:
 def share_of_tokens(runs: list[dict], others: list[dict]) -> str:
     """Return the tokens that runs need to the last loss of the others, by seed, as a share."""
     if others and any(len(run["curve"]["tokens"]) < FEWEST_VALIDATIONS for run in runs):
-        return "lower --eval-every"
+        return "validate more often (--eval-every)"
     shares = []
     for run, other in itertools.product(runs, others):
         if set(run["flags"]) - set(setting(run)) == set(other["flags"]) - set(setting(other)):
@@ -183,7 +183,7 @@ def share_of_tokens(runs: list[dict], others: list[dict]) -> str:
             shares.append(tokens / other["curve"]["tokens"][-1])
     text = "never" if math.inf in shares else spread(shares, "{:.2f}")
     if 0 < len(shares) < len(runs):
-        text += f", {len(shares)} of {len(runs)} seeds"
+        text += f" (of {len(shares)} of {len(runs)} seeds)"
     return text
 
 

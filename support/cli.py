@@ -61,14 +61,14 @@ def command(program: str, *words: str) -> str:
 
 def launched(line: str) -> str:
     """Return a command line with torchrun in place of python, if torchrun started this process."""
-    num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
-    if num_ranks == 1:
-        return line
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
-    launcher = f"torchrun --nnodes={num_ranks // num_local} --nproc_per_node={num_local}"
-    if num_local != num_ranks:
-        launcher += " [--rdzv_... or --master_..., as before, on each machine]"
-    return line.replace("python", launcher, 1)
+    size = os.environ.get("WORLD_SIZE") or "1"
+    num_local = os.environ.get("LOCAL_WORLD_SIZE") or size
+    launcher = f"torchrun --standalone --nproc_per_node={num_local}"
+    if num_local != size:
+        launcher = (
+            f"torchrun --nproc_per_node={num_local} [--nnodes=..., as before, on each machine]"
+        )
+    return line.replace("python", launcher, 1) if size != "1" else line
 
 
 def typed_as(name: str, value) -> str:

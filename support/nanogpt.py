@@ -31,6 +31,7 @@ HINTS = {  # without a flag here: its fixed value as nanoGPT spells it, and what
 }
 UNUSED = {"wandb_project", "always_save_checkpoint", "backend", "lr_decay_iters", "wandb_run_name"}
 OF_BATCH = {"gradient_accumulation_steps", "block_size", "dataset"}  # where nanoGPT's batch counts
+OF_LLM_C = {"num_iterations", "sequence_length", "total_batch_size", "val_loss_every"}
 OF_SAMPLE = {"start": "prompt", "max_new_tokens": "sample_tokens"}  # sample.py's
 CONFIG = ".py"  # the name of a config file among the settings
 FOREIGN = {*RENAMED, *COMPUTED, *HINTS, *UNUSED}
@@ -51,16 +52,18 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     if not foreign:
         return
     theirs = Path(config).parent.parent / "data" / settings.get("dataset", "")
-    if config and "dataset" in settings and os.path.isdir(theirs):
+    if config and "dataset" in settings and "data_dir" not in settings and os.path.isdir(theirs):
         settings["data_dir"] = str(theirs)  # the folder as seen from here
     if "" in settings:
         raise UserError(f"{settings['']}: flags begin with --")
     # A name that nobody knows stays, and is refused when the user repeats the command.
     flags = translate(settings, known)
     is_whole = len(foreign) > 2  # a command line of nanoGPT's, not only a slip
-    if is_whole and not flags.keys() & {"init_from", "eval_only", "resume", "model"}:
-        settings = {"bias": "False", "warmup_iters": "2000"} | settings  # its defaults
+    is_new = is_whole and not flags.keys() & {"init_from", "eval_only", "resume", "model"}
+    if is_new:
         flags = {"model": "gpt2", "muon": False, "steps": 600_000} | flags
+    if is_new and not settings.keys() & OF_LLM_C:
+        settings = {"bias": "False", "warmup_iters": "2000"} | settings  # nanoGPT's defaults
         if int(flags["steps"]) > 2000:
             flags.setdefault("warmup_steps", 2000)
     elif is_whole and "init_from" in flags:
@@ -70,8 +73,10 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
     words = [command("train_gpt2.py"), *(typed_as(*flag) for flag in flags.items())]
     line = launched(" ".join(words))
-    text = "; ".join([f"these are other programs' settings: {names}", *remarks(settings, flags)])
-    raise UserError(f"{text}. The closest command here: {line}")
+    texts = [f"these are other programs' settings: {names}", *remarks(settings, flags)]
+    if "data_dir" not in flags and (is_new or "eval_only" in flags):
+        texts.append("without --data-dir, the data is Python's source")
+    raise UserError(f"{'; '.join(texts)}. The closest command here: {line}")
 
 
 def remarks(settings: dict[str, str], flags: dict) -> list[str]:
@@ -82,7 +87,8 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
     if "batch_tokens" in flags and "batch_tokens" not in settings:
         texts.append("sequences per pass are --micro-batch-size, by default as many as fit")
     warmup = settings.get("warmup_iters", "0")
-    if flags.get("warmup_steps") != 0 and int(warmup) >= int(flags.get("steps", 600_000)):
+    has_warmup = warmup.isdecimal() and flags.get("warmup_steps") != 0
+    if has_warmup and int(warmup) >= int(flags.get("steps", 600_000)):
         texts.append(f"nanoGPT's warm-up, {warmup} steps, does not fit in this run")
     if str(settings.get("lr_decay_iters", flags.get("steps"))) != str(flags.get("steps")):
         texts.append("the rate decays until --steps, not lr_decay_iters")
@@ -92,8 +98,6 @@ def remarks(settings: dict[str, str], flags: dict) -> list[str]:
             texts.append("name the data that it was trained on, data/NAME, with --data-dir")
     if flags.get("resume"):
         texts.append("if there is no checkpoint, --resume begins a new run")
-    elif "data_dir" not in flags and ("warmup_iters" in settings or "eval_only" in flags):
-        texts.append("nanoGPT's data is openwebtext; without --data-dir, ours is Python's source")
     if not flags.get("muon", True):
         texts.append("without --no-muon you get Muon, which needs fewer steps")
     return texts
@@ -196,8 +200,10 @@ def sample_flags(argv: list[str]) -> list[str]:
     """Return the command line of nanoGPT's sample.py as ours takes it."""
     words = []
     for name, value in read_settings(argv):
+        value = os.path.expanduser(value) if name == "out_dir" else value
         if name == "out_dir" and not os.path.lexists(value):
-            raise UserError(f"{value} is not there{did_you_mean(value)}: train_gpt2.py makes it")
+            near = did_you_mean(value) or ": train_gpt2.py makes it"
+            raise UserError(f"{value} is not there{near}")
         if name == "out_dir" and not checkpoints(Path(value)):
             theirs = Path(value, "ckpt.pt")
             value = str(theirs) if os.path.exists(theirs) else value

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from config import TrainConfig, asked_flags, new_run, resolve
+from config import TrainConfig, asked_flags, new_run_cure, resolve
 from dataloader import TokenFolder
 from model import GPT
 from support import checkpoint, choices, corpus, evaluate, log, run_folder
@@ -88,7 +88,7 @@ def check_same_run(state: dict, config: TrainConfig):
         if f.metadata["on_resume"] == "refuse" and saved != current:
             has = "none" if saved == "" else typed_as(f.name, saved)
             text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {has}"
-            cure = new_run(typed_as(f.name, current), config.data_dir)
+            cure = new_run_cure(typed_as(f.name, current), config.data_dir)
             raise UserError(f"{text}: leave it out, or {cure}")
 
 

@@ -83,7 +83,7 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
     text = f"--out-dir {out_dir} holds no checkpoint to resume from"
     if checkpoints(out_dir):
         return
-    # A new run would have other flags than the one that a command without these means.
+    # Without one of these flags, a new run would hardly be the one that the user means.
     is_short = not typed.keys() & {"data_dir", "init_from", "model"}
     if os.path.isdir(out_dir):
         if all(os.path.exists(out_dir / file) for file in ("config.json", "model.safetensors")):

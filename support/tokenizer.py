@@ -270,7 +270,7 @@ def how_to_get(name: str) -> str:
     if name == "gpt2":
         return vocab_cure()
     if name == "unknown":  # weights of nanoGPT, or of transformers without a tokenizer
-        cure = "put nanoGPT's meta.pkl beside them if they know characters, all of them ASCII"
+        cure = "put nanoGPT's meta.pkl beside them if their tokens are characters, all ASCII"
         return f"{cure}, or train from them (--init-from) on tokens that they know (--data-dir)"
     files = "vocab.json and merges.txt (or nanoGPT's meta.pkl)"
     return f"copy {files} of its data, or of a checkpoint, beside the weights"

@@ -724,8 +724,6 @@ def test_a_signal_in_any_phase_saves_what_there_is_and_stops_at_once(trial, phas
     step = PHASES[phase]
     assert code == (130 if step is None else 3), err
     assert "Traceback" not in err
-    if name != "corpus.open_data":  # before which a new run has no folder
-        assert '"stopped": ' in trial.log.read_text().splitlines()[-1]
     if step is not None:
         assert trial.saved()[0] == max(losses(trial.out_dir), default=0) == step
         assert f"stopped after step {step}, which is saved" in out

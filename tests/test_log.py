@@ -231,7 +231,7 @@ def test_a_log_that_was_moved_is_opened_again(tmp_path):
 
 def test_a_stranger_finds_all_that_repeats_a_run(whole):
     record = json.loads((whole[2] / "log.jsonl").read_text().splitlines()[0])
-    assert record["command"].startswith("torchrun --nnodes=1 --nproc_per_node=2 ")
+    assert record["command"].startswith("torchrun --standalone --nproc_per_node=2 ")
     assert "train_gpt2.py --model nano " in record["command"]
     assert " --batch-tokens 192 " in record["command"] and "commit" in record["environment"]
     assert "compile" not in record["typed"] and " --no-compile" in record["command"]  # chosen

@@ -104,6 +104,7 @@ CASES = {  # what was typed: what must be in the answer
     "--zzz --max_iters=10": "--zzz --steps 10",
     "--max_iters=10 foo": "foo: flags begin with --",
     "--batch_size=x": "not a command line of nanoGPT",
+    "--warmup_iters": "--warmup-steps",
     "--warmup_iters=1e3": "not a command line of nanoGPT",
     "--batch_size=inf": "not a command line of nanoGPT",
     f"{'x' * 300}.py --batch_size=12": "is not here",
@@ -114,17 +115,22 @@ CASES = {  # what was typed: what must be in the answer
 
 def test_torchrun_is_translated_too(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
-    for num_local, launcher in (("16", "--nnodes=1 --nproc_per_node=16 "), ("8", "--nnodes=2 ")):
+    one, other = "--standalone --nproc_per_node=16 ", "--nproc_per_node=8 [--nnodes="
+    for num_local, launcher in (("16", one), ("8", other), ("0", "--nproc_per_node=0 [")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
         message = translated("--max_iters=60 --batch_size=4")
         assert f"command here: torchrun {launcher}" in message
-        assert ("on each machine" in message) == (num_local == "8")
 
 
 def test_a_single_slip_has_no_remarks_on_whole_command_lines():
-    for line in ("--model gpt2 --steps 10 --wandb_log=True", "--model gpt2 --max_iters=5 --lr 1"):
+    for line in (
+        "--model gpt2 --steps 10 --wandb_log=True",
+        "--model gpt2 --max_iters=5 --lr 1",
+        "--warmup_iters 100 --steps 500 --model gpt2",
+        "--num_iterations=9 --sequence_length=8 --total_batch_size=8 --data-dir data",  # llm.c's
+    ):
         message = translated(line)
-        assert not any(word in message for word in ("warm-up", "biases", "openwebtext")), message
+        assert not any(word in message for word in ("warm-up", "biases", "the data is")), message
 
 
 def test_a_config_file_elsewhere_has_its_data_beside_it(tmp_path):
@@ -136,6 +142,7 @@ def test_a_config_file_elsewhere_has_its_data_beside_it(tmp_path):
     data = config.parent.parent / "data/shakespeare_char"
     data.mkdir(parents=True)
     assert command_in(translated(line))["data_dir"] == str(data)
+    assert command_in(translated(f"{line} --data-dir mine"))["data_dir"] == "mine"
 
 
 @pytest.mark.parametrize("line", CASES)

@@ -84,13 +84,13 @@ def test_commas_separate_alternatives(words, combinations):
 
 def test_tokens_to_a_loss_are_not_guessed_between_two_validations():
     other = {"flags": ["--seed=1"], "val_loss": 3.0, "curve": {"tokens": [0, 100]}}
-    for num, cell in ((2, "lower --eval-every"), (5, "0.50")):
+    for num, cell in ((2, "validate more often (--eval-every)"), (5, "0.50")):
         tokens = [100 * i / (num - 1) for i in range(num)]
         curve = {"tokens": tokens, "val_loss": [5 - n / 25 for n in tokens]}
         run = {"flags": ["--muon", "--seed=1"], "val_loss": 1.0, "curve": curve}
         assert sweep.share_of_tokens([run], [other]) == cell
     third = run | {"flags": ["--muon", "--seed=3"]}  # the other has no run with this seed
-    assert sweep.share_of_tokens([run, third], [other]) == "0.50, 1 of 2 seeds"
+    assert sweep.share_of_tokens([run, third], [other]) == "0.50 (of 1 of 2 seeds)"
 
 
 def test_a_table_has_a_row_for_each_setting_with_the_spread_over_seeds(project):

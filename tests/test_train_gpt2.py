@@ -498,7 +498,7 @@ def test_a_signal_saves_and_exits_with_3(data_dir, tmp_path, ranks):
     step = max(losses(tmp_path / "run"))
     assert code == 3 and {process.exitcode for process in processes} == {3}
     assert f"stopped after step {step}, which is saved" in out
-    launcher = "python" if ranks == 1 else "torchrun --nnodes=1 --nproc_per_node=2"
+    launcher = "python" if ranks == 1 else "torchrun --standalone --nproc_per_node=2"
     assert re.search(rf"to continue: {launcher} \S*train_gpt2.py --resume --out-dir run\n", out)
     assert saved_state(tmp_path / "run")["step"] == step < 2000
     assert '"stopped": ' in log.read_text().splitlines()[-1]
