@@ -314,8 +314,7 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
             cure = new_run_cure(typed_as(name, wanted), asked.get("data_dir"))
-            cure = f"leave it out, or, without these weights, {cure}"
-            raise UserError(f"{typed_as(name, wanted)}: {has}: {cure}")
+            raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out, or {cure}")
     ratios = {}  # take the recipe of the model whose blocks have the most similar size
     for model, known in SHAPES.items():
         size = shape["n_layer"] * shape["n_embd"] ** 2 / (known.n_layer * known.n_embd**2)

@@ -168,7 +168,7 @@ def test_a_loss_is_reached_between_two_validations():
 def test_the_real_train_gpt2(tmp_path, data_dir):
     project = copy_of_project(tmp_path / "project")
     tiny = ["--model", "nano", "--steps", "6", "--batch-tokens", "64", "--seq-len", "16"]
-    tiny += ["--eval-every", "2", "--eval-tokens", "512", "--data-dir", str(data_dir)]
+    tiny += ["--eval-every", "1", "--eval-tokens", "512", "--data-dir", str(data_dir)]
     grid = ["--muon,--no-muon", "--learning-rate", "1e-3,2e9"]
     until = ["--until-loss-of", "no-muon"]
     done = benchmark(project, "sweep.py", "--name", "it", *until, "--", *tiny, *grid)
