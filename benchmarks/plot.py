@@ -229,12 +229,19 @@ def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     groups = defaultdict(list)
     several = len({run.tokenizer for run in runs}) > 1
     for run in runs:
-        settings = [f"{name} {run.flags.get(name)}" for name in names]
+        settings = [spelled(name, run.flags.get(name)) for name in names]
         groups[", ".join(settings + [run.tokenizer] * several)].append(run)
     return {
         (group[0].name if len(group) == 1 else key or "all runs"): group
         for key, group in groups.items()
     }
+
+
+def spelled(name: str, value) -> str:
+    """Return "no-muon" or "learning_rate 0.001"."""
+    if isinstance(value, bool):
+        return name if value else f"no-{name}"
+    return f"{name} {value}"
 
 
 def runs_table(runs: list[Run]) -> list[dict[str, str]]:
@@ -282,6 +289,14 @@ def mean(runs: list[Run], quantity: str) -> str:
     values = [run.values[quantity][max(common)] for run in runs]
     deviation = f" ± {np.std(values, ddof=1):.4f}" if len(runs) > 1 else ""
     return f"{np.mean(values):.4f}{deviation}"
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]):
+    with open(path, "x", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    print(path)
 
 
 # ---- The picture
@@ -399,11 +414,17 @@ def main():
         type=Path,
         help="picture to write (default: RUN/curves.png; with --csv or --against none)",
     )
-    add("--csv", type=Path, help="write the table of runs to this file")
+    add(
+        "--csv",
+        type=Path,
+        help="write the table of runs to NAME.csv, and means over seeds to NAME-means.csv",
+    )
     add("--against", choices=["reference"], help="say how runs compare with published ones")
     args = parser.parse_args()
     runs = read_runs(args.runs)
     references = machine.load(REFERENCES)
+    groups = by_setting(runs)
+    has_seeds = any(len(group) > 1 for group in groups.values())
     if args.against:
         for run in runs:
             print("\n".join(comparison(run, references)))
@@ -411,16 +432,12 @@ def main():
             print(CAVEAT)
     elif len(runs) > 1:
         print(machine.markdown(runs_table(runs)))
-        groups = by_setting(runs)
-        if any(len(group) > 1 for group in groups.values()):
+        if has_seeds:
             print("\n" + machine.markdown(means_table(groups)))
     if args.csv:
-        rows = runs_table(runs)
-        with open(args.csv, "x", newline="", encoding="utf-8") as f:
-            writer = csv.DictWriter(f, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
-        print(args.csv)
+        write_csv(args.csv, runs_table(runs))
+        if has_seeds:
+            write_csv(args.csv.with_stem(f"{args.csv.stem}-means"), means_table(groups))
     if args.out or not (args.against or args.csv):
         # The run itself draws loss.png, so the picture beside it has another name.
         path = args.out or machine.unused(Path(args.runs[0], "curves.png"))

@@ -259,6 +259,17 @@ def test_runs_that_differ_only_in_their_seed_have_a_mean(tmp_path):
     assert [*plot.means_table({name: runs[:1] * 2})[0].values()][1:3] == ["1", "5.0000"]
     label = plot.describe(name, [runs[0], *runs])
     assert label == "learning_rate 1: validation 5.5000 ± 0.7071, 2 seeds"
+    done = run_program(*(tmp_path / name for name in "abc"), "--csv", "runs.csv", cwd=tmp_path)
+    assert done.stdout.endswith("runs.csv\nruns-means.csv\n"), done.stderr
+    with open(tmp_path / "runs-means.csv", newline="", encoding="utf-8") as f:
+        assert [*csv.DictReader(f)] == plot.means_table(groups)
+
+
+def test_a_switch_is_named_as_it_is_typed(tmp_path):
+    for name, muon, seed in (("a", True, 1), ("b", True, 2), ("c", False, 1), ("d", False, 2)):
+        write_log(tmp_path / name, step(1, 9.0), muon=muon, seed=seed)
+    groups = plot.by_setting([plot.read_run(str(tmp_path / name)) for name in "abcd"])
+    assert [*groups] == ["muon", "no-muon"]
 
 
 @pytest.mark.parametrize("names", [["10", "2"], ["20261126", "20261127"]])
