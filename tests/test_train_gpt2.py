@@ -461,6 +461,27 @@ def test_the_epochs_of_a_resumed_run_count_what_it_has_read(data_dir, tmp_path):
     assert code == 0 and ": 0.38 epochs of 142 sequences" in out, err
 
 
+def edit_beta2(rank: int):
+    """Injection: make_optimizer was edited."""
+    make = train_gpt2.make_optimizer
+
+    def edited(*args) -> torch.optim.Optimizer:
+        optimizer = make(*args)
+        optimizer.defaults["betas"] = (0.8, 0.99)
+        return optimizer
+
+    train_gpt2.make_optimizer = edited
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_a_resume_says_that_beta2_was_edited(muon, data_dir, tmp_path):
+    line = flags(data_dir=data_dir, out_dir="run", steps=3, muon=muon)
+    assert train(line, tmp_path)[0] == 0
+    line = ["--resume", "--out-dir=run", "--steps=4"]
+    code, out, err = train(line, tmp_path, inject=edit_beta2)
+    assert code == 0 and "changed: beta2 0.99 instead of 0.95" in out, err
+
+
 def test_a_resume_says_that_model_py_was_edited(data_dir, tmp_path, capsys):
     line = flags(data_dir=data_dir, out_dir="run", steps=3)
     assert train(line, tmp_path)[0] == 0
