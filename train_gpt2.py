@@ -450,7 +450,6 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
         scaler=torch.amp.GradScaler(world.device.type, enabled=config.fp16),
         loader=ShardLoader(data.train, B, T, rank, size, config.seed if config.shuffle else None),
     )
-    run.environment["beta2"] = run.optimizer.defaults["betas"][1]
     if state and plan.start:
         restore(run, plan.start, state)
     # After its first backward pass, DDP rebuilds its buckets and then sums in another order. Do

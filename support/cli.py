@@ -63,12 +63,10 @@ def launched(line: str) -> str:
     """Return a command line with torchrun in place of python, if torchrun started this process."""
     size = os.environ.get("WORLD_SIZE") or "1"
     num_local = os.environ.get("LOCAL_WORLD_SIZE") or size
-    launcher = f"torchrun --standalone --nproc_per_node={num_local}"
-    if num_local != size:
-        launcher = (
-            f"torchrun --nproc_per_node={num_local} [--nnodes=..., as before, on each machine]"
-        )
-    return line.replace("python", launcher, 1) if size != "1" else line
+    if size == "1":
+        return line
+    where = "--standalone" if num_local == size else "[--nnodes=..., as before, on each machine]"
+    return line.replace("python", f"torchrun {where} --nproc_per_node={num_local}", 1)
 
 
 def typed_as(name: str, value) -> str:

@@ -129,7 +129,7 @@ def changes_since(state: dict, run: Run) -> list[str]:
     now = run.environment["formula"]
     if state["environment"].get("formula", now) != now:
         lines.append("changed: model.py no longer computes what it did when the run was saved")
-    beta2 = run.environment["beta2"]
+    beta2 = run.optimizer.defaults["betas"][1]
     if state["environment"].get("beta2", beta2) != beta2:
         lines.append(f"changed: beta2 {beta2} instead of {state['environment']['beta2']}")
     if state["val_losses"] and not run.val_losses:

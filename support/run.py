@@ -62,7 +62,7 @@ def state_of(run: Run) -> dict:
         "losses": run.losses,
         "val_losses": run.val_losses,
         "config": asdict(run.config),
-        "environment": run.environment,
+        "environment": run.environment | {"beta2": run.optimizer.defaults["betas"][1]},
         "tokenizer": run.data.tokenizer,
         "data": run.data.fingerprint,
     }

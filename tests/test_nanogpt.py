@@ -115,8 +115,8 @@ CASES = {  # what was typed: what must be in the answer
 
 def test_torchrun_is_translated_too(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "16")
-    one, other = "--standalone --nproc_per_node=16 ", "--nproc_per_node=8 [--nnodes="
-    for num_local, launcher in (("16", one), ("8", other), ("0", "--nproc_per_node=0 [")):
+    one, other = "--standalone --nproc_per_node=16 ", "[--nnodes=..., as before, on each machine] "
+    for num_local, launcher in (("16", one), ("8", other), ("0", other)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
         message = translated("--max_iters=60 --batch_size=4")
         assert f"command here: torchrun {launcher}" in message
