@@ -8,7 +8,8 @@
 
 The flags of train_gpt2.py come after "--". A comma separates alternatives: values of a flag, or
 whole flags. In quotes, an alternative may be several flags, or none. Runs that differ only in
---seed share a row of the table. With --until-loss-of it also shows what share of a baseline's
+--seed share a row of the table. All runs get the speed-ups that the first one chooses for a CPU, so
+that their times compare. With --until-loss-of it also shows what share of a baseline's
 tokens each setting needs to reach the baseline's last loss. The baseline is the best setting that
 has the flags named, without their dashes.
 
@@ -32,6 +33,8 @@ import plot
 
 RUNS = Path("out/sweep")
 FEWEST_VALIDATIONS = 5  # of a run, or its tokens to a loss would be a guess between two of them
+MEASURED = ("bf16", "flash", "compile")  # flags that a run on a CPU chooses by measuring
+PRECISIONS = {"--fp16", "--bf16-residual"}  # which determine --bf16
 DIVERGED = 4  # train_gpt2.py's exit code when the loss is not finite
 COLUMNS = {  # of the table: the figure of a run, and how it is written
     "validation loss": ("val_loss", "{:.3f}"),
@@ -89,9 +92,12 @@ def new_run(name: str, flags: list[str], wanted: list[list[str]]) -> dict:
     return {"flags": flags, "folder": folder.as_posix(), "state": "not finished"}
 
 
-def train(run: dict) -> dict:
-    """Start or continue a run. Return what it measured, or how it failed."""
-    command = [sys.executable, machine.TRAIN, *run["flags"]]
+def train(run: dict, chosen: list[str]) -> dict:
+    """Start or continue a run, with speed-ups that its own flags may change. Return what it
+    measured, or how it failed."""
+    if PRECISIONS & {*run["flags"]}:
+        chosen = [flag for flag in chosen if not flag.endswith("bf16")]
+    command = [sys.executable, machine.TRAIN, *chosen, *run["flags"]]
     # If the folder exists, --resume takes its name for no misspelling of another run's.
     Path(run["folder"]).mkdir(parents=True, exist_ok=True)
     code, errors = machine.run_quietly([*command, "--resume", f"--out-dir={run['folder']}"])
@@ -120,7 +126,9 @@ def figures(run: plot.Run) -> dict:
         values = run.series(name)[1].tolist()[machine.WARM_UP :]
         found[name] = median(values) if values else None
     found["peak_mib"] = max(run.series("peak_mib")[1].tolist(), default=None)
-    return found
+    on_cpu = run.start["environment"]["device"] == "cpu"
+    switches = [f"--{name}" if run.flags[name] else f"--no-{name}" for name in MEASURED if on_cpu]
+    return found | {"chosen": switches}
 
 
 def measure(args: Namespace) -> dict:
@@ -138,8 +146,9 @@ def measure(args: Namespace) -> dict:
         if run["state"] != "not finished":
             continue
         print(f"{number}/{len(wanted)}: {run['folder']}", file=sys.stderr, flush=True)
-        found = train(run)
+        found = train(run, content.get("chosen", []))
         if "environment" in found:
+            content.setdefault("chosen", found.pop("chosen"))
             now = found.pop("environment")
             machine.check_same(content.setdefault("environment", now), now, "device_name", "torch")
         run |= found
@@ -230,7 +239,9 @@ def block(contents: dict[str, dict]) -> str:
             name = machine.short_name(env["device_name"])
             where = f"{name}, torch {env['torch']}, commit {env['commit'][:7]}"
         start = f"**{content['name']}**: {where} ([figures]({file}))"
-        parts.append(f"{start}. All runs have `{' '.join(common)}`.")
+        chosen = [flag for flag in content.get("chosen", []) if flag not in common]
+        text = f", and as the first has chosen, `{' '.join(chosen)}`" if chosen else ""
+        parts.append(f"{start}. All runs have `{' '.join(common)}`{text}.")
         parts.append(machine.markdown(rows(content)))
     return "\n\n".join(parts)
 

@@ -21,6 +21,7 @@ assert "resume" in flags
 folder.mkdir(parents=True, exist_ok=True)
 with open(folder / "starts", "a") as starts:
     starts.write("x")
+(folder / "typed").write_text(" ".join(sys.argv))
 ends = {"diverge": (4, "the loss is not finite"), "huge": (2, "one sequence does not fit")}
 ends |= {"typo": (2, "--typo is no flag"), "broken": (1, "it is broken")}
 ends |= {"live": (2, "--out-dir out belongs to a live run: wait for its end")}
@@ -31,6 +32,10 @@ for name, (code, why) in ends.items():
 env = {"commit": "0123456789", "device": "cpu", "device_name": "a CPU", "torch": "2"}
 start = {"environment": env, "micro_batch_size": 4, "tokenizer": "bytes"}
 shape = {"model": "nano", "n_layer": 4, "n_embd": 128}
+# It chooses other speed-ups in each folder, unless they are typed.
+for name in ("bf16", "flash", "compile"):
+    words = [word for word in sys.argv if word in (f"--{name}", f"--no-{name}")]
+    shape[name] = words[-1] == f"--{name}" if words else len(flags["out-dir"]) % 2 == 0
 records = [start | {"flags": shape | {"batch_tokens": 100, "data_dir": ""}, "tokenizer": "bytes"}]
 rate, seed = float(flags.get("learning-rate", 1)), float(flags.get("seed", 0))
 for step in range(5):
@@ -107,6 +112,24 @@ def test_a_table_has_a_row_for_each_setting_with_the_spread_over_seeds(project):
     assert fast[1][:3] == ["2 done", "2.150 (2.100, 2.200)", "4.300 (4.200, 4.400)"]
     assert fast[1][-1] == "0.50"
     assert "--model=x" in done.stdout.splitlines()[0]
+
+
+def test_all_runs_have_the_speed_ups_that_the_first_chose_and_their_own_flags(project):
+    done = run_sweep(project, "--", "--learning-rate", "0.5,1,0.25", ",--flash,--no-flash,--fp16")
+    assert done.returncode == 0, done.stderr
+    speed_ups = {}
+    for run in results(project):
+        start = json.loads((project / run["folder"] / "log.jsonl").read_text().splitlines()[0])
+        speed_ups.setdefault(tuple(run["flags"][1:]), []).append(start["flags"])
+    first = speed_ups[()][0]
+    for flags in speed_ups[()] + speed_ups["--flash",] + speed_ups["--no-flash",]:
+        assert [flags[name] for name in ("bf16", "compile")] == [first["bf16"], first["compile"]]
+    for own, flash in ((), first["flash"]), (("--flash",), True), (("--no-flash",), False):
+        assert [flags["flash"] for flags in speed_ups[own]] == [flash] * 3
+    typed = [(project / run["folder"] / "typed").read_text() for run in results(project)]
+    assert not any("--fp16" in words and "bf16" in words for words in typed)
+    chosen = [f"--{name}" if first[name] else f"--no-{name}" for name in ("bf16", "flash")]
+    assert f"and as the first has chosen, `{' '.join(chosen)}" in done.stdout
 
 
 def test_what_diverges_or_does_not_fit_is_a_row(project):
