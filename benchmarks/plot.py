@@ -6,8 +6,8 @@
     python benchmarks/plot.py out/124M --against reference    # is my loss normal? In words
 
 For several runs a table shows what differs: flags, validations, time. Runs that differ only in
---seed share a colour, and another table has their means and standard deviations. A run may still be
-training.
+--seed share a colour, and another table has their means and standard deviations. A repetition with
+the same seed has a colour of its own. A run may still be training.
 Losses are in nats per token, so only runs with the same tokenizer are drawn together.
 
 reference.json holds what public sources state of GPT-2 124M. A run is compared only with references
@@ -33,9 +33,11 @@ QUANTITIES = {  # what references have
     "hellaswag_acc": "HellaSwag accuracy",
     "hellaswag_acc_norm_tokens": "HellaSwag accuracy, normalized by tokens",
 }
-# Flags in which runs of the same setting may differ: a machine chooses them, or Muon (beta1).
-OF_THE_MACHINE = {"seed", "beta1", "micro_batch_size", "bf16", "fp16", "tf32", "compile", "flash"}
-OF_THE_MACHINE |= {"fused", "bf16_residual"}
+# Flags in which runs of the same setting may differ: a machine chooses them, or Muon (beta1), or
+# they do not affect the training.
+NO_SETTING = {"seed", "beta1", "micro_batch_size", "bf16", "fp16", "tf32", "compile", "flash"}
+NO_SETTING |= {"fused", "bf16_residual", "num_samples", "sample_tokens", "prompt", "temperature"}
+NO_SETTING |= {"top_k", "hellaswag", "wandb", "log_every", "save_every", "keep"}
 START = {"model": str, "data_dir": str, "tokenizer": str}  # what we use of a run's first record
 START |= {"n_layer": int, "n_embd": int, "batch_tokens": int}
 SHARDS = {  # how shards or folders are named, for data sets whose reference has another name
@@ -224,13 +226,16 @@ def differing_flags(runs: list[Run]) -> list[str]:
 
 def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     """Group runs that differ only in their seeds. A group's name has the flags in which it differs
-    from others, or is the run's if it has only one."""
-    names = [name for name in differing_flags(runs) if name not in OF_THE_MACHINE]
+    from others, or is the run's if it has only one. A repetition is a group of its own, since it is
+    no second sample."""
+    names = [name for name in differing_flags(runs) if name not in NO_SETTING]
     groups = defaultdict(list)
     several = len({run.tokenizer for run in runs}) > 1
     for run in runs:
         settings = [spelled(name, run.flags.get(name)) for name in names]
-        groups[", ".join(settings + [run.tokenizer] * several)].append(run)
+        group = groups[", ".join(settings + [run.tokenizer] * several)]
+        is_repetition = run.flags.get("seed") in [other.flags.get("seed") for other in group]
+        (groups[run.name] if is_repetition else group).append(run)
     return {
         (group[0].name if len(group) == 1 else key or "all runs"): group
         for key, group in groups.items()
@@ -266,18 +271,12 @@ def runs_table(runs: list[Run]) -> list[dict[str, str]]:
 def means_table(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
     """Return a row for each setting: its figures, over the seeds."""
     table = []
-    for name, runs in groups.items():
-        group = one_per_seed(runs)
+    for name, group in groups.items():
         row = {"setting": name, "seeds": str(len(group))}
         row["validation ± standard deviation"] = mean(group, "val_loss")
         row["bits per byte ±"] = mean(group, "bits_per_byte")
         table.append(row)
     return table
-
-
-def one_per_seed(runs: list[Run]) -> list[Run]:
-    """Return the last run with each seed, because a repetition is no second sample."""
-    return list({run.flags.get("seed"): run for run in runs}.values())
 
 
 def mean(runs: list[Run], quantity: str) -> str:
@@ -372,7 +371,6 @@ def brief(number: float) -> str:
 
 def describe(name: str, group: list[Run]) -> str:
     """Return a label for runs that differ only in their seeds."""
-    group = one_per_seed(group)
     if len(group) > 1:
         return f"{name}: validation {mean(group, 'val_loss')}, {len(group)} seeds"
     (steps, _), (val_steps, val_losses) = group[0].series("loss"), group[0].series("val_loss")
@@ -416,7 +414,7 @@ def main():
     )
     add(
         "--csv",
-        type=Path,
+        metavar="NAME",
         help="write the table of runs to NAME.csv, and means over seeds to NAME-means.csv",
     )
     add("--against", choices=["reference"], help="say how runs compare with published ones")
@@ -435,9 +433,10 @@ def main():
         if has_seeds:
             print("\n" + machine.markdown(means_table(groups)))
     if args.csv:
-        write_csv(args.csv, runs_table(runs))
+        name = args.csv.removesuffix(".csv")
+        write_csv(Path(f"{name}.csv"), runs_table(runs))
         if has_seeds:
-            write_csv(args.csv.with_stem(f"{args.csv.stem}-means"), means_table(groups))
+            write_csv(Path(f"{name}-means.csv"), means_table(groups))
     if args.out or not (args.against or args.csv):
         # The run itself draws loss.png, so the picture beside it has another name.
         path = args.out or machine.unused(Path(args.runs[0], "curves.png"))

@@ -253,13 +253,14 @@ def test_runs_that_differ_only_in_their_seed_have_a_mean(tmp_path):
     assert list(groups) == ["learning_rate 1", str(tmp_path / "c")]
     (row, _) = plot.means_table(groups)
     assert [*row.values()] == ["learning_rate 1", "2", "5.5000 ± 0.7071", "2.7500 ± 0.3536"]
-    # The same seed again is no second sample.
-    (name, runs), _ = groups.items()
-    assert plot.means_table({name: [runs[0], *runs]}) == [row]
-    assert [*plot.means_table({name: runs[:1] * 2})[0].values()][1:3] == ["1", "5.0000"]
-    label = plot.describe(name, [runs[0], *runs])
+    label = plot.describe(*next(iter(groups.items())))
     assert label == "learning_rate 1: validation 5.5000 ± 0.7071, 2 seeds"
-    done = run_program(*(tmp_path / name for name in "abc"), "--csv", "runs.csv", cwd=tmp_path)
+    # The same seed again is no second sample, but is drawn, and flags of samples change nothing.
+    write_log(tmp_path / "d", *records, learning_rate=1, seed=1, num_samples=0)
+    more = plot.by_setting([plot.read_run(str(tmp_path / name)) for name in "abcd"])
+    assert list(more) == ["learning_rate 1", str(tmp_path / "c"), str(tmp_path / "d")]
+    assert plot.means_table(more)[0] == row and len(more["learning_rate 1"]) == 2
+    done = run_program(*(tmp_path / name for name in "abc"), "--csv", "runs", cwd=tmp_path)
     assert done.stdout.endswith("runs.csv\nruns-means.csv\n"), done.stderr
     with open(tmp_path / "runs-means.csv", newline="", encoding="utf-8") as f:
         assert [*csv.DictReader(f)] == plot.means_table(groups)
