@@ -515,7 +515,7 @@ def set_up_and_train(typed: dict, world: World) -> int:
     name, resume = typed.get("out_dir", ""), typed.get("resume", False)
     lock = FolderLock(world.call_on_main(run_folder.choose_out_dir, name, resume))
     if resume:
-        world.call_on_main(run_folder.check_nothing_is_meant, lock.folder, typed)
+        world.call_on_main(run_folder.check_nothing_is_meant, lock, typed)
     run = None
     try:
         run = set_up(typed, lock, world)

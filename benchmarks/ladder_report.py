@@ -97,6 +97,8 @@ def notes(content: dict) -> list[str]:
             lines.append(f"{name}: its two rounds differ by {drift:.0%}")
         if "alone" in rung:
             alone[name] = rung["alone"]["loss"]
+    if max((len(rung["runs"]) for rung in content["rungs"]), default=0) == 1:
+        lines.append("Measured in one round: other programs may have slowed some rungs down")
     if alone:
         differ = f"losses differ by at most {small(max(alone.values()))}"
         lines.append(f"Alone on the float32 base, {', '.join(alone)}: {differ}")

@@ -39,6 +39,8 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     config, reasons = resolve(typed | {"out_dir": str(out_dir)}, state, pretrained, world.device)
     if lock:
         config.num_micro_batches(config.micro_batch_size or 1, world.size)  # raises if fractional
+    if lock and config.wandb:
+        log.tracker()  # raises if neither library is installed
     has_data = not config.data_dir or os.path.exists(config.data_dir)
     if state and "data_dir" not in typed and not has_data:
         cure = "go to the folder in which the run began, or add --data-dir"
@@ -46,8 +48,6 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     begun_with = state["data"] if state and lock else ""
     data, vocab_size = corpus.open_data(config, pretrained, begun_with)
     config, measured = choices.choose(config, asked_flags(typed, state, world.device), world)
-    if lock and config.wandb:
-        log.tracker()  # raises if neither library is installed
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
         check_same_run(state, config)

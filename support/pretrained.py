@@ -175,7 +175,7 @@ def download(name: str) -> Path:
         return Path(folder)
     except Exception as error:  # the library is missing or broken, or the download fails
         near = did_you_mean(name, "out")
-        problem = f"{name}: no such file, folder or model on the hub ({error!s:.200}){near}"
+        problem = f"{name}: no such file, folder or model on the hub{near} ({error!s:.200})"
         cure = "" if find_spec("huggingface_hub") else "pip install huggingface_hub; "
         cure += f"hf download {name} --local-dir {Path(name).name}"
         raise UserError(f"{problem}; on an online machine, run: {cure}") from error
@@ -211,9 +211,8 @@ def from_hf(settings: dict, tensors: dict[str, Tensor], folder: Path) -> Pretrai
         if unknown:
             text = "was written by another version of this code, whose model.py has"
             raise UserError(f"{folder} {text} {unknown}: use that")
-        if ours.get("formula", formula_loss()) != formula_loss():
-            print_error(f"model.py no longer computes what it did when {folder} was saved")
-        return checked(folder, ours["shape"], weights, str(ours["tokenizer"]))
+        formula = str(ours.get("formula", formula_loss()))
+        return checked(folder, ours["shape"], weights, str(ours["tokenizer"]), formula)
     for name, values in HF_SETTINGS.items():
         value = settings.get(name, values[0])
         if value not in values:
@@ -242,8 +241,14 @@ def read_nanogpt(path: Path) -> Pretrained:
     return checked(path, shape, weights)
 
 
-def checked(path: Path, shape: dict, weights: dict, tokenizer: str = "") -> Pretrained:
-    """Return weights in float32. Raise UserError unless they are finite and fit this shape."""
+def checked(
+    path: Path, shape: dict, weights: dict, tokenizer: str = "", formula: str = GPT2_LOSS
+) -> Pretrained:
+    """Return weights in float32. Raise UserError unless they are finite and fit this shape. Say so
+    if model.py does not compute their network, whose formula_loss() is `formula`."""
+    if formula != formula_loss():
+        text = "does not compute the network of"
+        print_error(f"model.py {text} {path}: its losses and text will not be that network's")
     config = GPTConfig(**shape)
     if config.n_layer > len(weights):  # before building a network that deep
         raise UserError(f"{path} holds {len(weights)} tensors for {config.n_layer} layers")

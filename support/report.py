@@ -40,6 +40,9 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
     adamw = "fused AdamW" if config.fused else "AdamW"
     muon = f"Muon for the blocks' matrices, {adamw} for the rest (--no-muon: {adamw} for all)"
+    name = env["device_name"]
+    if env["device"] == "cpu":
+        name = f"{env['threads']} threads of {name}"
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
         f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs:.2f} epochs of"
@@ -48,7 +51,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {muon if config.muon else adamw}",
-        f"device: {env['ranks']} x {env['device_name']}, torch {env['torch']}:"
+        f"device: {env['ranks']} x {name}, torch {env['torch']}:"
         f" {env['matmul_tflops']:.3g} TFLOP/s in matrix products",
         f"{'flags kept' if state else 'automatic flags'}: {' '.join(untyped_flags(run, typed))}",
         *[f"{flag}: {reason}" for flag, reason in reasons.items()],

@@ -78,8 +78,10 @@ def choose_out_dir(name: str, resume: bool) -> Path:
     return out_dir
 
 
-def check_nothing_is_meant(out_dir: Path, typed: dict):
-    """Raise UserError if --resume names no run, but something else that the user may mean."""
+def check_nothing_is_meant(lock: FolderLock, typed: dict):
+    """Raise UserError if --resume names no run, but something else that the user may mean. lock is
+    that of the folder named."""
+    out_dir = lock.folder
     text = f"--out-dir {out_dir} holds no checkpoint to resume from"
     if checkpoints(out_dir):
         return
@@ -98,8 +100,8 @@ def check_nothing_is_meant(out_dir: Path, typed: dict):
                 raise UserError(f"{text}, but {path.name}: {cure}")
         begun_by = command_of(out_dir, typed) if is_short else ""
         if begun_by:
-            cure = f"its run saved none yet; if that has ended, repeat: {begun_by}"
-            raise UserError(f"{text}: {cure}")
+            take_folder(out_dir, lock, is_new=False)  # raises if the run is live
+            raise UserError(f"{text}: its run ended before it saved one; repeat: {begun_by}")
         return
     is_old = is_short and "out_dir" in typed  # the folder was moved, or its name is misspelt
     name, runs = out_dir.name, [p.name for p in out_dir.parent.glob("*") if checkpoints(p)]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import NEEDS_POSIX, flags, losses, records, train
 
+import train_gpt2
 from config import TrainConfig
 from model import GPTConfig
 from support import log as log_module
@@ -290,6 +291,16 @@ def test_weights_and_biases_get_the_figures_of_each_step(library, tmp_path, monk
     assert started[2]["project"] == "mine"
     key = "id" if library == "wandb" else "name"  # by which it knows a run
     assert started[2][key] != started[0][key]
+
+
+def test_weights_and_biases_that_is_not_installed_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(log_module, "find_spec", lambda name: None)
+    assert train_gpt2.main(["--wandb", "--device", "cpu"]) == 2
+    assert "--wandb needs Weights & Biases: pip install wandb" in capsys.readouterr().err
+    assert not os.listdir(tmp_path)
 
 
 def test_weights_and_biases_without_an_account_is_one_line(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import sample
 import train_gpt2
 from config import DEFAULTS, read_flags
 from support.ending import UserError
+from support.files import FolderLock
 from support.nanogpt import FOREIGN, check_names
 from support.pretrained import read_weights
 from support.run_folder import check_nothing_is_meant
@@ -165,9 +166,9 @@ def test_a_resume_of_nanogpts_own_run_begins_with_its_weights(tmp_path, monkeypa
     assert "--out-dir theirs --resume" in translated(line)
     os.rmdir("theirs/step_000003")
     with pytest.raises(UserError, match=f"ckpt.pt: .* --init-from {re.escape(path)} and another"):
-        check_nothing_is_meant(Path("theirs"), {})
+        check_nothing_is_meant(FolderLock(Path("theirs")), {})
     Path("theirs", "log.jsonl").touch()  # a run of ours that was killed early
-    check_nothing_is_meant(Path("theirs"), {})
+    check_nothing_is_meant(FolderLock(Path("theirs")), {})
     with pytest.raises(UserError, match=f"holds no GPT-2, .*: name {re.escape(path)}"):
         read_weights(Path("theirs"))
 

@@ -417,6 +417,22 @@ def test_an_edit_that_no_field_shows_is_found_by_what_it_computes(edit, monkeypa
     assert "GPT-2 changed by an edit of model.py: see README.md" in settings["model_type"]
 
 
+@pytest.mark.parametrize("edit", [*EDITS, ()])
+def test_weights_that_model_py_does_not_compute_are_named(edit, tmp_path, monkeypatch, capsys):
+    """Those of other programs, too, which record no formula."""
+    hf_folder(tmp_path / "theirs")
+    edit_config(hf_folder(tmp_path / "ours"), **hf_config(SMALLEST, "unknown"))
+    torch.save(nanogpt_checkpoint(TINY)[1], tmp_path / "ckpt.pt")
+    if edit:
+        monkeypatch.setattr(*edit)
+    formula_loss.cache_clear()
+    for name in ("theirs", "ours", "ckpt.pt"):
+        read_weights(tmp_path / name)
+        line = f"model.py does not compute the network of {tmp_path / name}: its losses"
+        assert (line in capsys.readouterr().err) == bool(edit)
+    formula_loss.cache_clear()
+
+
 def test_the_formula_is_the_one_of_transformers(monkeypatch):
     transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
     made, row = [], torch.arange(17)[None] * 7 % 64

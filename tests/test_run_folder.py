@@ -70,11 +70,17 @@ def test_a_resume_before_the_first_checkpoint_needs_the_whole_command(data_dir, 
 
     for short in (["--out-dir=out/run"], [], ["--learning-rate=1"]):
         code, out, err = resume(*short)
-        assert code == 2 and "saved none yet; if that has ended, repeat: python" in err and not out
+        assert code == 2 and "its run ended before it saved one; repeat: python" in err and not out
     _, *words = shlex.split(err.partition("repeat: python ")[2])
     for whole in (words, [*line, "--seed=3"]):  # which names its data itself
         code, out, err = resume(*whole)
         assert code == 0 and "so a new run begins" in out, err
+    resume("--out-dir=out/run")
+    lock = FolderLock(folder)
+    lock.acquire()  # as if the run went on
+    code, out, err = train(["--out-dir=out/run", "--resume"], tmp_path)
+    lock.release()
+    assert code == 2 and "belongs to a live run" in err and "repeat" not in err and not out
 
 
 def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_path):
