@@ -273,21 +273,21 @@ def means_table(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
     table = []
     for name, group in groups.items():
         row = {"setting": name, "seeds": str(len(group))}
-        row["validation ± standard deviation"] = mean(group, "val_loss")
-        row["bits per byte ±"] = mean(group, "bits_per_byte")
+        row["validation"], row["standard deviation"] = mean(group, "val_loss")
+        row["bits per byte"], row["standard deviation of bits"] = mean(group, "bits_per_byte")
         table.append(row)
     return table
 
 
-def mean(runs: list[Run], quantity: str) -> str:
+def mean(runs: list[Run], quantity: str) -> tuple[str, str]:
     """Return the mean of a quantity, and its standard deviation over the runs, after the last step
     that all have reached."""
     common = set.intersection(*({*run.values[quantity]} for run in runs))
     if not common:
-        return ""
+        return "", ""
     values = [run.values[quantity][max(common)] for run in runs]
-    deviation = f" ± {np.std(values, ddof=1):.4f}" if len(runs) > 1 else ""
-    return f"{np.mean(values):.4f}{deviation}"
+    deviation = f"{np.std(values, ddof=1):.4f}" if len(runs) > 1 else ""
+    return f"{np.mean(values):.4f}", deviation
 
 
 def write_csv(path: Path, rows: list[dict[str, str]]):
@@ -372,7 +372,8 @@ def brief(number: float) -> str:
 def describe(name: str, group: list[Run]) -> str:
     """Return a label for runs that differ only in their seeds."""
     if len(group) > 1:
-        return f"{name}: validation {mean(group, 'val_loss')}, {len(group)} seeds"
+        loss = " ± ".join(filter(None, mean(group, "val_loss")))
+        return f"{name}: validation {loss}, {len(group)} seeds"
     (steps, _), (val_steps, val_losses) = group[0].series("loss"), group[0].series("val_loss")
     if len(steps):
         values, num = smoothed(group[0])

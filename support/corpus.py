@@ -87,7 +87,7 @@ def python_source(tokenizer: str) -> Path:
         program = Path(__file__).parent.with_name("prepare_data.py")
         flags = ["--tokenizer", tokenizer, "--data-dir", str(folder)]
         if subprocess.run([sys.executable, program, *flags]).returncode:  # it has printed why
-            raise UserError(f"{folder} could not be made: fix that, or name another --data-dir")
+            raise UserError(f"{folder} could not be made: fix that, or name data with --data-dir")
     return folder
 
 

@@ -28,6 +28,8 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
     record["command"] = typed_command(typed, reasons)
     record["preparation"] = preparation(run.data.folder)
+    num_val = num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
+    record["val_tokens"] = num_val if config.eval_tokens else 0
     record |= {name: run.optimizer.defaults[name] for name in ("betas", "eps")}
     run.log.record(**record, data=run.data.fingerprint, resumed=run.step if state else None)
     epoch_tokens = len(loader) * loader.T
@@ -35,7 +37,6 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     num_epochs = (loader.position * loader.T + tokens_left) / epoch_tokens
     unused_tokens = sum(shard.num_tokens for shard in loader.shards) - epoch_tokens
     source = "" if config.data_dir else " (Python's own source)"
-    num_val = num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
     decayed, others = run.model.decay_groups()
     num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
     adamw = "fused AdamW" if config.fused else "AdamW"
@@ -47,7 +48,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
         f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs:.2f} epochs of"
         f" {len(loader):,} sequences of {loader.T} tokens; {unused_tokens:,} tokens are left over;"
-        f" {num_val if config.eval_tokens else 0:,} tokens for validation",
+        f" {record['val_tokens']:,} tokens for validation",
         f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
         f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {muon if config.muon else adamw}",

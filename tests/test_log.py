@@ -36,6 +36,20 @@ def test_every_flag_and_every_choice_is_in_the_first_record(whole):
     assert record["tokenizer"] == "bytes" and record["resumed"] is None
 
 
+def test_a_start_is_a_record_with_the_tokens_that_are_validated_on(data_dir, tmp_path):
+    for eval_tokens in (0, 30, 10**9):  # 10**9: all that there are
+        line = flags(
+            data_dir=data_dir, out_dir=f"run{eval_tokens}", steps=3, eval_tokens=eval_tokens
+        )
+        code, out, err = train(line, tmp_path)
+        assert code == 0, err
+        log = tmp_path / f"run{eval_tokens}" / "log.jsonl"
+        num_tokens = json.loads(log.read_text().splitlines()[0])["val_tokens"]
+        assert f" {num_tokens:,} tokens for validation" in out
+        assert num_tokens == {0: 0, 30: 16}.get(eval_tokens, num_tokens)
+    assert 30 < num_tokens < 10**9
+
+
 def test_each_step_is_a_record_with_its_figures(whole):
     lines = [json.loads(line) for line in (whole[2] / "log.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
