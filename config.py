@@ -14,6 +14,7 @@ from support.cli import PathName, check_limits, command, flag, parse, read_promp
 from support.device import device_name, speed_ups_off
 from support.ending import UserError
 from support.pretrained import Pretrained
+from support.run_folder import typed_at_start
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 SCHEDULES = ("cosine", "constant", "wsd")
@@ -298,11 +299,12 @@ def saved_flags(state: dict, device: torch.device) -> dict:
     return {name: state["config"].get(name, DEFAULTS[name]) for name in DEFAULTS.keys() - dropped}
 
 
-def new_run_cure(changed: str, data_dir: str | None) -> str:
-    """Return what to do instead of giving a run or weights the flag `changed`."""
-    flags = [typed_as("data_dir", data_dir)] if data_dir else []  # none: Python's source
-    line = " ".join([command("train_gpt2.py"), *flags, changed, "--out-dir ANOTHER"])
-    return f"begin a new run, with your other flags: {line}"
+def new_run_cure(flags: dict) -> str:
+    """Return what to do instead of giving these flags to a run, or to weights, that has others."""
+    dropped = ("resume", "out_dir", "max_hours")
+    words = [typed_as(name, value) for name, value in flags.items() if name not in dropped]
+    line = " ".join([command("train_gpt2.py"), *words, "--out-dir ANOTHER"])
+    return f"begin a new run: {line}"
 
 
 def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
@@ -313,7 +315,10 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
-            cure = new_run_cure(typed_as(name, wanted), asked.get("data_dir"))
+            begun_with = typed_at_start(pretrained.path.parent) if asked.maps[1] else {}
+            flags: dict = {**begun_with, **asked.maps[0], name: wanted}
+            flags.pop("init_from", None)  # no weights have this shape
+            cure = new_run_cure(flags)
             raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out, or {cure}")
     ratios = {}  # take the recipe of the model whose blocks have the most similar size
     for model, known in SHAPES.items():

@@ -50,7 +50,7 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
     config, measured = choices.choose(config, asked_flags(typed, state, world.device), world)
     questions = evaluate.open_questions(config.hellaswag, vocab_size, data.tokenizer)
     if state and lock:
-        check_same_run(state, config)
+        check_same_run(state, config, typed)
     start = pretrained.path if pretrained else None
     if world.size > 1:
         pretrained = None  # each rank reads start itself, rather than receive the weights
@@ -80,7 +80,7 @@ def find_start(typed: dict, out_dir: Path) -> tuple[Pretrained | None, dict | No
         return find_start(typed, out_dir)  # a live run, which we evaluate, has just removed it
 
 
-def check_same_run(state: dict, config: TrainConfig):
+def check_same_run(state: dict, config: TrainConfig, typed: dict):
     """Raise UserError if flags would turn the saved run into a different one."""
     for f in fields(TrainConfig):
         saved = state["config"].get(f.name, f.default)
@@ -88,7 +88,8 @@ def check_same_run(state: dict, config: TrainConfig):
         if f.metadata["on_resume"] == "refuse" and saved != current:
             has = "none" if saved == "" else typed_as(f.name, saved)
             text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {has}"
-            cure = new_run_cure(typed_as(f.name, current), config.data_dir)
+            begun_with = run_folder.typed_at_start(Path(config.out_dir))
+            cure = new_run_cure(begun_with | typed | {f.name: current})
             raise UserError(f"{text}: leave it out, or {cure}")
 
 

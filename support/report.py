@@ -1,5 +1,7 @@
 """What a run prints about itself, both at its start and when something looks wrong."""
 
+import os
+import platform
 import shutil
 from collections import defaultdict
 from contextlib import suppress
@@ -27,6 +29,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
     record["command"] = typed_command(typed, reasons)
+    record["process"] = f"{os.getpid()} on {platform.node()}"
     record["preparation"] = preparation(run.data.folder)
     num_val = num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
     record["val_tokens"] = num_val if config.eval_tokens else 0

@@ -114,14 +114,26 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
         raise UserError(f"{text}: name the run's folder; {cure}")
 
 
+def starts(out_dir: Path) -> list[dict]:
+    """Return the records of a run's starts, or [{}] if there are none or its log is damaged."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        with open(out_dir / LOG, "rb") as f:
+            found = [dict(json.loads(line)) for line in f if b'"flags"' in line]
+        if all(start["command"] and {*start["typed"]} <= {*start["flags"]} for start in found):
+            return found or [{}]
+    return [{}]
+
+
+def typed_at_start(out_dir: Path) -> dict:
+    """Return the flags that the user typed when the run in out_dir began."""
+    start = starts(out_dir)[0]
+    return {name: start["flags"][name] for name in start.get("typed", ())}
+
+
 def command_of(out_dir: Path, typed: dict) -> str:
     """Return the command that began the run in out_dir, if it has flags that typed lacks."""
-    with suppress(OSError, ValueError, TypeError, KeyError):  # the log may be damaged
-        with open(out_dir / LOG, "rb") as f:
-            start = json.loads(f.readline())
-        if {*start["typed"]} - {*typed, "resume", "out_dir", "device", "max_hours"}:
-            return str(start["command"])
-    return ""
+    has_more = typed_at_start(out_dir).keys() - {*typed, "resume", "out_dir", "device", "max_hours"}
+    return str(starts(out_dir)[0]["command"]) if has_more else ""
 
 
 def is_slip(name: str, other: str) -> bool:
@@ -144,7 +156,9 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
         sync(out_dir.parent)
         lock.acquire()
     except Timeout:
-        cure = "wait for its end, stop it, or use another folder"
+        process = starts(out_dir)[-1].get("process")
+        which = f" (process {process})" if process else ""  # none if it is still starting
+        cure = f"wait for its end, stop it{which}, or use another folder"
         raise UserError(f"--out-dir {out_dir} belongs to a live run: {cure}") from None
     except OSError as error:
         raise UserError(f"can't write to --out-dir ({error}): use another one") from error

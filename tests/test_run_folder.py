@@ -83,6 +83,27 @@ def test_a_resume_before_the_first_checkpoint_needs_the_whole_command(data_dir, 
     assert code == 2 and "belongs to a live run" in err and "repeat" not in err and not out
 
 
+def test_a_resume_that_would_be_another_run_is_answered_with_that_runs_command(data_dir, tmp_path):
+    """It has the flags with which the old run began, which the user need not type again."""
+    line = flags(data_dir=data_dir, out_dir="run", steps=3, learning_rate=0.002)
+    assert train(line, tmp_path)[0] == 0
+    tuned = ["--init-from=run", "--out-dir=tuned", f"--data-dir={data_dir}", "--steps=3"]
+    assert train([*tuned, "--batch-tokens=96"], tmp_path)[0] == 0
+    for name, change, kept in (
+        ("run", "--n-layer 3", "--learning-rate 0.002"),
+        ("run", "--seed 7", "--learning-rate 0.002"),
+        ("tuned", "--seed 7", "--init-from run"),
+    ):
+        code, _, err = train([f"--out-dir={name}", "--resume", *change.split()], tmp_path)
+        assert code == 2 and change in err and kept in err and "--resume" not in err, err
+        _, *words = shlex.split(err.partition("begin a new run: python ")[2])
+        code, out, err = train([*words[:-1], f"new-{name}{change[-1]}"], tmp_path)
+        assert code == 0 and "done: 3 steps" in out, err
+    (tmp_path / "run/log.jsonl").write_text('{"flags": 3}\n')  # damaged
+    code, _, err = train(["--out-dir=run", "--resume", "--seed=7"], tmp_path)
+    assert code == 2 and "train_gpt2.py --seed 7 --out-dir ANOTHER" in err
+
+
 def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_path):
     line = [*flags(data_dir=data_dir, steps=3), "--resume"]
     code, out, err = train([*line, "--out-dir", "out/novel"], tmp_path)

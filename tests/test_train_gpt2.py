@@ -966,12 +966,12 @@ MISTAKES = {
     "--out-dir run/summary.json": "--out-dir run/summary.json is not a folder: use another name",
     "--out-dir run/summary.json/run": "--out-dir .*run/summary.json/run",
     "--out-dir run --resume --n-layer 3": "--n-layer 3: run/step_000003 has --n-layer 2: leave it"
-    " out, or begin a new run, .* --data-dir .* --n-layer 3 --out-dir ANOTHER",
+    " out, or begin a new run: .* --data-dir .* --n-layer 3 .*--out-dir ANOTHER",
     "--max-hours -1": "--max-hours -1.0 must be at least 0",
     "--prompt FILE:nowhere.txt": "--prompt FILE:nowhere.txt can't be read",
     "--out-dir run --resume --no-pad-vocab": "--no-pad-vocab: the run in run has --pad-vocab",
     "--out-dir run --resume --seed 7": "--seed 7: the run in run has --seed 1337: leave it out"
-    ", or begin a new run, .* --data-dir .* --seed 7 --out-dir ANOTHER",
+    ", or begin a new run: .* --data-dir .* --seed 7 .*--out-dir ANOTHER",
     "--out-dir run --resume --no-shuffle": "--no-shuffle: the run in run has --shuffle",
     "--out-dir run --resume --no-muon": "--no-muon: the run in run has --muon: leave it out",
     "--init-from nobody/none": "nobody/none: no such file, folder or model",
