@@ -98,7 +98,7 @@ def notes(content: dict) -> list[str]:
         if "alone" in rung:
             alone[name] = rung["alone"]["loss"]
     if max((len(rung["runs"]) for rung in content["rungs"]), default=0) == 1:
-        lines.append("Measured in one round: other programs may have slowed some rungs down")
+        lines.append(machine.ONE_ROUND)
     if alone:
         differ = f"losses differ by at most {small(max(alone.values()))}"
         lines.append(f"Alone on the float32 base, {', '.join(alone)}: {differ}")
@@ -116,9 +116,7 @@ def heading(content: dict) -> str:
 def conditions(content: dict) -> str:
     env, flags = content["environment"], content["rungs"][0]["flags"]
     size = f"{flags['micro-batch-size']} x {flags['seq-len']} tokens per pass"
-    where = f"torch {env['torch']}, {content['date']}, commit {env['commit'][:7]}"
-    if env["changed"]:
-        where += f" and changes to {', '.join(env['changed'])}"
+    where = f"torch {env['torch']}, {content['date']}, {machine.version(env)}"
     rounds = max(len(rung["runs"]) for rung in content["rungs"])
     each = f" in each of {rounds} rounds" if rounds > 1 else ""
     return f"{size}, {where}. Median of {content['settings']['steps']} steps{each}"

@@ -19,6 +19,7 @@ REPO = Path(__file__).resolve().parent.parent
 TRAIN = REPO / "train_gpt2.py"
 RESULTS = REPO / "benchmarks" / "results"
 logging.getLogger("matplotlib").setLevel("ERROR")  # it warns if there is no home folder
+ONE_ROUND = "Measured in one round: other programs may have slowed some runs down"
 WARM_UP = 3  # don't time the first steps of a process: memory and caches are still filling up
 
 
@@ -96,6 +97,12 @@ def environment(logged: dict) -> dict:
         "driver": driver(),
         "changed": changed,
     }
+
+
+def version(env: dict) -> str:
+    """Return the commit that was measured, and the programs that differed from it."""
+    text = f"commit {env['commit'][:7]}"
+    return f"{text} and changes to {', '.join(env['changed'])}" if env.get("changed") else text
 
 
 def check_same(before: dict, now: dict, *keys: str):

@@ -247,9 +247,11 @@ def block(contents: dict[str, dict]) -> str:
         where = f"{machine.short_name(env['device_name'])}, {env['cores']} cores"
         [(model, result)] = content["results"].items()
         shape = f"{result['batch_tokens']:,} tokens a step, sequences of {result['seq_len']}"
-        when = f"{content['date']}, commit {env['commit'][:7]}"
+        when = f"{content['date']}, {machine.version(env)}"
         parts.append(f"**{model} on {where}**: {shape}, {when} ([figures]({file})).")
         parts.append(machine.markdown(rows(result)))
+        if len(result["rounds"]) == 1:
+            parts.append(f"- {machine.ONE_ROUND}")
     return "\n\n".join(parts)
 
 

@@ -237,7 +237,7 @@ def block(contents: dict[str, dict]) -> str:
         where = "no run is done"
         if env := content.get("environment"):
             name = machine.short_name(env["device_name"])
-            where = f"{name}, torch {env['torch']}, commit {env['commit'][:7]}"
+            where = f"{name}, torch {env['torch']}, {machine.version(env)}"
         start = f"**{content['name']}**: {where} ([figures]({file}))"
         chosen = [flag for flag in content.get("chosen", []) if flag not in common]
         text = f", and as the first has chosen, `{' '.join(chosen)}`" if chosen else ""

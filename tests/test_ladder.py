@@ -193,12 +193,11 @@ def test_a_quick_ladder_grows_by_what_a_resume_asks_for(measured):
     """First one round of few rungs; then another rung and the second round, in the same file."""
     [content] = measured("--quick", "--only", "bf16", "accumulation", "--out", "kept")
     assert [len(rung["runs"]) for rung in content["rungs"]] == [1, 1, 1]
-    note = "Measured in one round: other programs may have slowed some rungs down"
-    assert note in ladder_report.notes(content)
+    assert machine.ONE_ROUND in ladder_report.notes(content)
     [content] = measured("--out", "kept", "--resume", "--only", "bf16", "muon", "accumulation")
     assert [rung["name"] for rung in content["rungs"]] == ["base", "bf16", "muon", "accumulation"]
     assert [len(rung["runs"]) for rung in content["rungs"]] == [2, 2, 2, 2]
-    assert note not in ladder_report.notes(content)
+    assert machine.ONE_ROUND not in ladder_report.notes(content)
     # With flash attention below it, accumulation is another rung.
     both = measured("--out", "kept", "--resume", "--only", "bf16", "flash", "accumulation")
     assert len(both) == 2 and content in both
@@ -259,6 +258,15 @@ def test_the_readme_shows_the_results_that_are_kept(name, program):
     contents = {p.name: machine.load(p) for p in sorted(machine.RESULTS.glob(f"{name}-*.json"))}
     page = (REPO / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert contents and tables.put(page, name, block(contents)) == page
+
+
+@pytest.mark.parametrize("name", ["ladder", "peers", "sweep"])  # those that name it
+def test_a_table_names_the_programs_that_differ_from_its_commit(name):
+    for path in machine.RESULTS.glob(f"{name}-*.json"):
+        content = machine.load(path)
+        content["environment"]["changed"] = ["model.py", "config.py"]
+        shown = tables.PROGRAMS[name].block({path.name: content})
+        assert f"{content['environment']['commit'][:7]} and changes to model.py, config.py" in shown
 
 
 def test_the_front_page_has_the_figures_of_the_ladder():
