@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from support.cli import quoted
-from support.ending import UserError
+from support.ending import DISK_ERRNOS, DiskError, UserError
 from support.files import FolderLock, read_small, sync
 
 LOG, SUMMARY, PICTURE, SUMS = "log.jsonl", "summary.json", "loss.png", "SHA256SUMS"
@@ -150,7 +150,8 @@ def is_slip(name: str, other: str) -> bool:
 
 def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
     """Create a run's folder, and lock it until this process ends. Raise UserError if another run
-    has locked it, or if it was new (is_new) but another run has used it since."""
+    has locked it, or if it was new (is_new) but another run has used it since, and DiskError if the
+    disk is full or fails."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
@@ -161,7 +162,8 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
         cure = f"wait for its end, stop it{which}, or use another folder"
         raise UserError(f"--out-dir {out_dir} belongs to a live run: {cure}") from None
     except OSError as error:
-        raise UserError(f"can't write to --out-dir ({error}): use another one") from error
+        kind = DiskError if error.errno in DISK_ERRNOS else UserError
+        raise kind(f"can't write to --out-dir ({error}): use another one") from error
     if is_new and (out_dir / LOG).exists():
         raise UserError(f"--out-dir {out_dir} was just taken by another run: use another folder")
     for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # left by a process that died
@@ -169,7 +171,7 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
 
 
 def check_disk_space(out_dir: Path, num_params: int, keep: int):
-    """Raise UserError if the disk for out_dir lacks space for the run's checkpoints. While
+    """Raise DiskError if the disk for out_dir lacks space for the run's checkpoints. While
     one is being written, `keep` older ones and the best are still on disk."""
     num_more = max(1, keep + 2 - len(checkpoints(out_dir)))
     num_bytes = num_more * 12 * num_params  # weights and two moments in float32
@@ -180,7 +182,7 @@ def check_disk_space(out_dir: Path, num_params: int, keep: int):
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         room = f"{as_size(num_bytes)}, but only {as_size(free)} is free"
-        raise UserError(f"--out-dir {out_dir}: checkpoints need {room}: make space for them")
+        raise DiskError(f"--out-dir {out_dir}: checkpoints need {room}: make space for them")
 
 
 def as_size(num_bytes: int) -> str:

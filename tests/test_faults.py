@@ -565,7 +565,7 @@ FAULTS = {  # injection, ranks, exit code, words, checkpoints that are left (Non
         "5 can't be",
         [12, 10],
     ),
-    "a small disk": (partial(little_room, 10_000), 1, 2, "need 1.7 MB, but only 0.0 MB", None),
+    "a small disk": (partial(little_room, 10_000), 1, 6, "need 1.7 MB, but only 0.0 MB", None),
     "other data": (partial(other_machine, "other data"), 2, 2, "data is .* on rank 1 and", None),
     "no data": (partial(other_machine, "no data"), 2, 2, "data is not a folder of tokens", None),
     "a port in use": (port_in_use, 1, 2, "the ranks can't connect at 127.0.0.1:", None),

@@ -12,7 +12,7 @@ from conftest import NEEDS_POSIX, content, flags, losses, prepare, train
 from filelock import FileLock
 
 import train_gpt2
-from support.ending import UserError
+from support.ending import RunError, UserError
 from support.files import FolderLock
 from support.run_folder import (
     as_size,
@@ -207,13 +207,17 @@ def test_a_disk_without_locks_is_said_and_used(error, tmp_path, texts, monkeypat
     assert re.fullmatch("train_gpt2.py: run can't be locked .*\n", capsys.readouterr().err)
 
 
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(errno.EACCES, 2), (errno.ENOSPC, 6), (errno.EIO, 6)]
+)
+def test_a_folder_that_can_not_be_written_is_refused(number, exit_code, tmp_path, monkeypatch):
     def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "not permitted")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(FileLock, "acquire", refuse)
-    with pytest.raises(UserError, match="can't write to --out-dir"):
+    with pytest.raises(RunError, match="can't write to --out-dir") as caught:
         take_folder(tmp_path / "run", FolderLock(tmp_path / "run"), True)
+    assert caught.value.exit_code == exit_code
 
 
 @pytest.mark.parametrize(
