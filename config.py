@@ -235,15 +235,16 @@ def resolve(
     asked = asked_flags(typed, state, device)
     weights = flags_of_weights(pretrained, asked) if pretrained else {}
     has_gpu = device.type == "cuda"
-    model = asked.get("model") or weights.get("model") or ("gpt2" if has_gpu else "nano")
+    model, reasons = choose_model(asked.get("model") or weights.get("model"), has_gpu)
     rules: dict = {}  # filled below; `flags` reads it, so the order of the rules matters
     flags = ChainMap(*asked.maps, rules, weights, {"model": model}, RECIPES[model], DEFAULTS)
 
     off = speed_ups_off(device, model, asked)
-    reasons = {f"--no-{name}": f"{name} {reason}" for name, reason in off.items()}
+    reasons |= {f"--no-{name}": f"{name} {reason}" for name, reason in off.items()}
     rules |= dict.fromkeys(off, False)
     if has_gpu and "bf16" in off:
-        rules["fp16"] = True  # a T4 or V100 has float16 in hardware
+        rules["fp16"] = True
+        reasons["--fp16"] = "a T4 or V100 has it in hardware"
     if asked.get("fp16"):
         rules["bf16"] = False
     if device.type == "cpu":  # choices.py measures whether they are faster
@@ -274,9 +275,19 @@ def resolve(
     # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
+        reasons["--bf16-residual"] = "it is faster on a GPU"
     elif "bf16_residual" not in asked:
         reasons["--no-bf16-residual"] = "it is for new networks larger than nano, on GPUs"
     return TrainConfig(**flags), reasons
+
+
+def choose_model(wanted: str | None, has_gpu: bool) -> tuple[str, dict[str, str]]:
+    """Return the model and, if nobody wants a certain one, the reason for it."""
+    if wanted:
+        return wanted, {}
+    if has_gpu:
+        return "gpt2", {"--model gpt2": "there is a GPU"}
+    return "nano", {"--model nano": "without a GPU, the others would take long"}
 
 
 def asked_flags(typed: dict, state: dict | None, device: torch.device) -> ChainMap:

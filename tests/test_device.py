@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ import config as config_module
 import train_gpt2
 from config import TrainConfig
 from model import GPT, GPTConfig
-from support import device, fit
+from support import device, fit, report
 from support.ending import UserError
 from support.ranks import World
 
@@ -28,7 +30,8 @@ def resolve(on: torch.device, **typed) -> tuple[set[str], dict[str, bool]]:
     """Return what is off on a device with these flags, and those that are chosen for it."""
     config, reasons = config_module.resolve(typed, None, None, on)
     names = ("tf32", "bf16", "fp16", "flash")
-    return {flag[5:] for flag in reasons}, {name: getattr(config, name) for name in names}
+    off = {flag[5:] for flag in reasons if flag.startswith("--no-")}
+    return off, {name: getattr(config, name) for name in names}
 
 
 def put_in_card(monkeypatch, capability: tuple[int, int]) -> torch.device:
@@ -51,6 +54,19 @@ def test_a_card_from_before_2020_takes_float16(monkeypatch):
         resolve(card, tf32=True)
     card = put_in_card(monkeypatch, (8, 0))
     assert resolve(card) == (set(), {"tf32": True, "bf16": True, "fp16": False, "flash": True})
+
+
+@pytest.mark.parametrize("line", ["", "--data-dir mine --steps 9", "--model gpt2", "--model nano"])
+def test_the_recorded_command_is_the_same_run_on_another_kind_of_device(line, monkeypatch):
+    """Without a GPU the model would be another one. Only speed-ups and validation may differ."""
+    card = put_in_card(monkeypatch, (8, 0))
+    for here, there in ((CPU, card), (card, CPU)):
+        typed = config_module.read_flags(line.split(), "")
+        config, reasons = config_module.resolve(typed, None, None, here)
+        words = shlex.split(report.typed_command(typed, reasons))[2:]
+        again, _ = config_module.resolve(config_module.read_flags(words, ""), None, None, there)
+        free = ("tf32", "bf16", "compile", "flash", "eval_tokens")
+        assert replace(again, **{name: getattr(config, name) for name in free}) == config
 
 
 def test_compile_that_fails_names_what_is_missing(monkeypatch):
