@@ -98,9 +98,8 @@ def train(run: dict, chosen: list[str]) -> dict:
     if PRECISIONS & {*run["flags"]}:
         chosen = [flag for flag in chosen if not flag.endswith("bf16")]
     command = [sys.executable, machine.TRAIN, *chosen, *run["flags"]]
-    # If the folder exists, --resume takes its name for no misspelling of another run's.
-    Path(run["folder"]).mkdir(parents=True, exist_ok=True)
-    code, errors = machine.run_quietly([*command, "--resume", f"--out-dir={run['folder']}"])
+    command += ["--resume"] if Path(run["folder"], "log.jsonl").exists() else []
+    code, errors = machine.run_quietly([*command, f"--out-dir={run['folder']}"])
     if code == 0:
         return figures(plot.read_run(run["folder"]))
     why = machine.error_line(code, errors)

@@ -87,6 +87,7 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
         return
     # Without one of these flags, a new run would hardly be the one that the user means.
     is_short = not typed.keys() & {"data_dir", "init_from", "model"}
+    is_old = is_short and "out_dir" in typed  # the run is elsewhere, or its name is misspelt
     if os.path.isdir(out_dir):
         if all(os.path.exists(out_dir / file) for file in ("config.json", "model.safetensors")):
             cure = f"begin a new run with --init-from {quoted(str(out_dir))}"
@@ -102,12 +103,14 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
         if begun_by:
             take_folder(out_dir, lock, is_new=False)  # raises if the run is live
             raise UserError(f"{text}: its run ended before it saved one; repeat: {begun_by}")
+        if is_old and not (out_dir / LOG).exists():
+            raise UserError(f"{text}: name the run's folder, or leave --resume out")
         return
-    is_old = is_short and "out_dir" in typed  # the folder was moved, or its name is misspelt
     name, runs = out_dir.name, [p.name for p in out_dir.parent.glob("*") if checkpoints(p)]
     near = difflib.get_close_matches(name, runs, len(runs) or 1)  # the nearest first
     meant = [out_dir.with_name(other) for other in near if is_old or is_slip(name, other)]
-    cure = f"to begin a new run of that name, first type mkdir -p {quoted(str(out_dir))}"
+    cure = "to begin a new run of that name, "
+    cure += "leave --resume out" if is_old else f"first type mkdir -p {quoted(str(out_dir))}"
     for path in filter(checkpoints, [Path("out", out_dir), *meant]):
         raise UserError(f"{text}; did you mean {path}? If not, {cure}")
     if is_old:

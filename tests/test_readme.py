@@ -45,7 +45,7 @@ def test_a_job_is_queued_again_if_it_was_stopped_and_not_if_it_failed(
     env |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
     subprocess.run(["bash", "-c", job()], cwd=tmp_path, env=env)
     started = (tmp_path / "srun.txt").read_text()
-    assert started.startswith("torchrun --nnodes=2 ") and "--rdzv_endpoint=node7:29500" in started
+    assert started.startswith("torchrun --nnodes=2 ") and "--rdzv_endpoint=node7:20077" in started
     queued = tmp_path / "scontrol.txt"
     assert (queued.read_text() if queued.exists() else "") == "requeue 77\n" * is_queued
 

@@ -116,8 +116,12 @@ def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_pat
         assert code == 2 and re.search(f"to resume from.*{words}", err) and not out, err
     assert os.listdir(tmp_path / "out") == ["novel"]
     # Otherwise it would train on Python's source.
-    code, out, err = train(["--resume", "--out-dir=elsewhere", "--steps=4"], tmp_path)
-    assert code == 2 and "to resume from: name the run's folder" in err and not out, err
+    (tmp_path / "empty").mkdir()
+    for name in ("elsewhere", "empty"):
+        code, out, err = train(["--resume", f"--out-dir={name}", "--steps=4"], tmp_path)
+        assert code == 2 and "to resume from: name the run's folder" in err and not out, err
+        assert "leave --resume out" in err and not any(tmp_path.glob(f"{name}/*"))
+    assert train([*line, "--out-dir", "empty"], tmp_path)[0] == 0
     # The nearest name comes first, and a bare --resume may name one of a series.
     shutil.copytree(tmp_path / "out/novel", tmp_path / "out/novel2")
     for name, near in (("novell2", "novel2"), ("novel22", "novel2"), ("novl", "novel")):

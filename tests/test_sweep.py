@@ -17,7 +17,7 @@ from pathlib import Path
 
 flags = dict(word[2:].partition("=")[::2] for word in sys.argv[1:])
 folder = Path(flags["out-dir"])
-assert "resume" in flags
+assert ("resume" in flags) == (folder / "log.jsonl").exists()
 folder.mkdir(parents=True, exist_ok=True)
 with open(folder / "starts", "a") as starts:
     starts.write("x")
@@ -27,6 +27,7 @@ ends |= {"typo": (2, "--typo is no flag"), "broken": (1, "it is broken")}
 ends |= {"live": (2, "--out-dir out belongs to a live run: wait for its end")}
 for name, (code, why) in ends.items():
     if name in flags and not Path("repaired").exists():
+        (folder / "log.jsonl").touch()
         print(f"train_gpt2.py: error: {why}", file=sys.stderr)
         sys.exit(code)
 env = {"commit": "0123456789", "device": "cpu", "device_name": "a CPU", "torch": "2"}
