@@ -51,6 +51,9 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
     foreign += [config] if config else []
     if not foreign:
         return
+    is_whole = len(foreign) > 2  # a command line of nanoGPT's, not only a slip
+    if config and is_whole:
+        settings = {"dataset": "openwebtext"} | settings  # nanoGPT's default
     theirs = Path(config).parent.parent / "data" / settings.get("dataset", "")
     if config and "dataset" in settings and "data_dir" not in settings and os.path.isdir(theirs):
         settings["data_dir"] = str(theirs)  # the folder as seen from here
@@ -58,7 +61,6 @@ def check_names(argv: list[str], known: set[str], known_to_eval: set[str]):
         raise UserError(f"{settings['']}: flags begin with --")
     # A name that nobody knows stays, and is refused when the user repeats the command.
     flags = translate(settings, known)
-    is_whole = len(foreign) > 2  # a command line of nanoGPT's, not only a slip
     is_new = is_whole and not flags.keys() & {"init_from", "eval_only", "resume", "model"}
     if is_new:
         flags = {"model": "gpt2", "muon": False, "steps": 600_000} | flags

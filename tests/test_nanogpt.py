@@ -67,7 +67,8 @@ def test_a_config_file_for_an_evaluation_names_what_an_evaluation_takes(tmp_path
     (tmp_path / "eval.py").write_text("batch_size = 8\neval_iters = 500\nwandb_log = False\n")
     line = f"{tmp_path}/eval.py --eval_only=True --init_from=gpt2-xl"
     typed = command_in(translated(line))
-    assert typed == {"eval_only": True, "init_from": "gpt2-xl", "eval_tokens": 500 * 8 * 1024}
+    wanted = {"eval_only": True, "init_from": "gpt2-xl", "eval_tokens": 500 * 8 * 1024}
+    assert typed == wanted | {"data_dir": "data/openwebtext"}  # nanoGPT's default
     (tmp_path / "ours.py").write_text("n_layer = 4\n")
     assert command_in(translated(f"{tmp_path}/ours.py --steps 9")) == {"n_layer": 4, "steps": 9}
 
