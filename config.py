@@ -10,11 +10,21 @@ import torch
 from dataloader import VOCAB_SIZES
 from model import SHAPES, ComputeConfig, GPTConfig
 from support import nanogpt
-from support.cli import PathName, check_limits, command, flag, parse, read_prompt, spell, typed_as
+from support.cli import (
+    PathName,
+    check_limits,
+    command,
+    flag,
+    launched,
+    parse,
+    read_prompt,
+    spell,
+    typed_as,
+)
 from support.device import device_name, speed_ups_off
 from support.ending import UserError
 from support.pretrained import Pretrained
-from support.run_folder import typed_at_start
+from support.run_folder import start_of
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 SCHEDULES = ("cosine", "constant", "wsd")
@@ -243,8 +253,7 @@ def resolve(
     reasons |= {f"--no-{name}": f"{name} {reason}" for name, reason in off.items()}
     rules |= dict.fromkeys(off, False)
     if has_gpu and "bf16" in off:
-        rules["fp16"] = True
-        reasons["--fp16"] = "a T4 or V100 has it in hardware"
+        rules["fp16"] = True  # a T4 or V100 has float16 in hardware
     if asked.get("fp16"):
         rules["bf16"] = False
     if device.type == "cpu":  # choices.py measures whether they are faster
@@ -275,7 +284,6 @@ def resolve(
     # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
     if has_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
         rules["bf16_residual"] = True
-        reasons["--bf16-residual"] = "it is faster on a GPU"
     elif "bf16_residual" not in asked:
         reasons["--no-bf16-residual"] = "it is for new networks larger than nano, on GPUs"
     return TrainConfig(**flags), reasons
@@ -287,7 +295,7 @@ def choose_model(wanted: str | None, has_gpu: bool) -> tuple[str, dict[str, str]
         return wanted, {}
     if has_gpu:
         return "gpt2", {"--model gpt2": "there is a GPU"}
-    return "nano", {"--model nano": "without a GPU, the others would take long"}
+    return "nano", {"--model nano": "without an NVIDIA GPU, the others would take long"}
 
 
 def asked_flags(typed: dict, state: dict | None, device: torch.device) -> ChainMap:
@@ -312,10 +320,12 @@ def saved_flags(state: dict, device: torch.device) -> dict:
 
 def new_run_cure(flags: dict) -> str:
     """Return what to do instead of giving these flags to a run, or to weights, that has others."""
-    dropped = ("resume", "out_dir", "max_hours")
+    dropped = {"resume", "out_dir", "max_hours"}
+    if flags.get("eval_only"):
+        dropped |= {"eval_only", "compile"}  # evaluate_only adds the latter
     words = [typed_as(name, value) for name, value in flags.items() if name not in dropped]
     line = " ".join([command("train_gpt2.py"), *words, "--out-dir ANOTHER"])
-    return f"begin a new run: {line}"
+    return f"begin a new run: {launched(line)}"
 
 
 def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
@@ -326,8 +336,10 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
-            begun_with = typed_at_start(pretrained.path.parent) if asked.maps[1] else {}
+            begun_with = start_of(pretrained.path.parent)[0] if asked.maps[1] else {}
             flags: dict = {**begun_with, **asked.maps[0], name: wanted}
+            if asked.get("data_dir"):  # the log may be damaged, and the data may have moved
+                flags["data_dir"] = asked["data_dir"]
             flags.pop("init_from", None)  # no weights have this shape
             cure = new_run_cure(flags)
             raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out, or {cure}")

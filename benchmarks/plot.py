@@ -227,15 +227,21 @@ def differing_flags(runs: list[Run]) -> list[str]:
 def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     """Group runs that differ only in their seeds. A group's name has the flags in which it differs
     from others, or is the run's if it has only one. A repetition is a group of its own, since it is
-    no second sample."""
+    no second sample: of runs with one seed, the longest counts."""
     names = [name for name in differing_flags(runs) if name not in NO_SETTING]
-    groups = defaultdict(list)
     several = len({run.tokenizer for run in runs}) > 1
+    longest: dict[tuple, Run] = {}  # by setting and seed
     for run in runs:
         settings = [spelled(name, run.flags.get(name)) for name in names]
-        group = groups[", ".join(settings + [run.tokenizer] * several)]
-        is_repetition = run.flags.get("seed") in [other.flags.get("seed") for other in group]
-        (groups[run.name] if is_repetition else group).append(run)
+        key = ", ".join(settings + [run.tokenizer] * several), run.flags.get("seed")
+        if key not in longest or len(run.values["ms"]) > len(longest[key].values["ms"]):
+            longest[key] = run
+    groups = defaultdict(list)
+    for (setting, _), run in longest.items():
+        groups[setting].append(run)
+    for run in runs:
+        if not any(run is other for other in longest.values()):
+            groups[run.name].append(run)
     return {
         (group[0].name if len(group) == 1 else key or "all runs"): group
         for key, group in groups.items()
@@ -274,7 +280,9 @@ def means_table(groups: dict[str, list[Run]]) -> list[dict[str, str]]:
     for name, group in groups.items():
         row = {"setting": name, "seeds": str(len(group))}
         row["validation"], row["standard deviation"] = mean(group, "val_loss")
-        row["bits per byte"], row["standard deviation of bits"] = mean(group, "bits_per_byte")
+        row["bits per byte"], row["standard deviation of bits per byte"] = mean(
+            group, "bits_per_byte"
+        )
         table.append(row)
     return table
 

@@ -8,8 +8,8 @@
 
 The flags of train_gpt2.py come after "--". A comma separates alternatives: values of a flag, or
 whole flags. In quotes, an alternative may be several flags, or none. Runs that differ only in
---seed share a row of the table. All runs get the speed-ups that the first one chooses for a CPU, so
-that their times compare. With --until-loss-of it also shows what share of a baseline's
+--seed share a row of the table. What a run chooses for a CPU, later runs get, so that their times
+compare. With --until-loss-of it also shows what share of a baseline's
 tokens each setting needs to reach the baseline's last loss. The baseline is the best setting that
 has the flags named, without their dashes.
 
@@ -34,7 +34,6 @@ import plot
 RUNS = Path("out/sweep")
 FEWEST_VALIDATIONS = 5  # of a run, or its tokens to a loss would be a guess between two of them
 MEASURED = ("bf16", "flash", "compile")  # flags that a run on a CPU chooses by measuring
-PRECISIONS = {"--fp16", "--bf16-residual"}  # which determine --bf16
 DIVERGED = 4  # train_gpt2.py's exit code when the loss is not finite
 COLUMNS = {  # of the table: the figure of a run, and how it is written
     "validation loss": ("val_loss", "{:.3f}"),
@@ -89,15 +88,18 @@ def new_run(name: str, flags: list[str], wanted: list[list[str]]) -> dict:
     text = ",".join(flag.strip("-") for flag in differing(flags, wanted)) or "run"
     text = "".join(c if c.isalnum() or c in "=.,-" else "-" for c in text)
     folder = machine.unused(RUNS / name / text)
+    folder.mkdir(parents=True)
     return {"flags": flags, "folder": folder.as_posix(), "state": "not finished"}
 
 
-def train(run: dict, chosen: list[str]) -> dict:
+def train(run: dict, chosen: dict[str, bool]) -> dict:
     """Start or continue a run, with speed-ups that its own flags may change. Return what it
     measured, or how it failed."""
-    if PRECISIONS & {*run["flags"]}:
-        chosen = [flag for flag in chosen if not flag.endswith("bf16")]
-    command = [sys.executable, machine.TRAIN, *chosen, *run["flags"]]
+    own = {flag.partition("=")[0].replace("_", "-") for flag in run["flags"]}
+    if own & {"--fp16", "--bf16-residual"}:  # which determine --bf16
+        chosen = {name: is_on for name, is_on in chosen.items() if name != "bf16"}
+    switches = [f"--{name}" if is_on else f"--no-{name}" for name, is_on in chosen.items()]
+    command = [sys.executable, machine.TRAIN, *switches, *run["flags"]]
     command += ["--resume"] if Path(run["folder"], "log.jsonl").exists() else []
     code, errors = machine.run_quietly([*command, f"--out-dir={run['folder']}"])
     if code == 0:
@@ -125,9 +127,11 @@ def figures(run: plot.Run) -> dict:
         values = run.series(name)[1].tolist()[machine.WARM_UP :]
         found[name] = median(values) if values else None
     found["peak_mib"] = max(run.series("peak_mib")[1].tolist(), default=None)
-    on_cpu = run.start["environment"]["device"] == "cpu"
-    switches = [f"--{name}" if run.flags[name] else f"--no-{name}" for name in MEASURED if on_cpu]
-    return found | {"chosen": switches}
+    names = MEASURED if run.start["environment"]["device"] == "cpu" else ()
+    typed = {*run.start["typed"]}
+    if typed & {"fp16", "bf16_residual"}:
+        typed.add("bf16")
+    return found | {"chosen": {name: run.flags[name] for name in names if name not in typed}}
 
 
 def measure(args: Namespace) -> dict:
@@ -145,9 +149,9 @@ def measure(args: Namespace) -> dict:
         if run["state"] != "not finished":
             continue
         print(f"{number}/{len(wanted)}: {run['folder']}", file=sys.stderr, flush=True)
-        found = train(run, content.get("chosen", []))
+        found = train(run, content.setdefault("chosen", {}))
         if "environment" in found:
-            content.setdefault("chosen", found.pop("chosen"))
+            content["chosen"] = found.pop("chosen") | content["chosen"]
             now = found.pop("environment")
             machine.check_same(content.setdefault("environment", now), now, "device_name", "torch")
         run |= found
@@ -238,9 +242,7 @@ def block(contents: dict[str, dict]) -> str:
             name = machine.short_name(env["device_name"])
             where = f"{name}, torch {env['torch']}, {machine.version(env)}"
         start = f"**{content['name']}**: {where} ([figures]({file}))"
-        chosen = [flag for flag in content.get("chosen", []) if flag not in common]
-        text = f", and as the first has chosen, `{' '.join(chosen)}`" if chosen else ""
-        parts.append(f"{start}. All runs have `{' '.join(common)}`{text}.")
+        parts.append(f"{start}. All runs have `{' '.join(common)}`.")
         parts.append(machine.markdown(rows(content)))
     return "\n\n".join(parts)
 

@@ -204,7 +204,7 @@ def report(error: BaseException) -> int | None:
     elif exit_code is not None:
         text = f"error: {error}"
         if exit_code == DiskError.exit_code and signals.phase is not Phase.STARTING:
-            text += "; any checkpoint is good: once this is fixed, continue with --resume"
+            text += "; checkpoints saved before are intact: once this is fixed, --resume continues"
         print_error(text)
         tell_torchrun(text)
     return exit_code

@@ -88,8 +88,10 @@ def check_same_run(state: dict, config: TrainConfig, typed: dict):
         if f.metadata["on_resume"] == "refuse" and saved != current:
             has = "none" if saved == "" else typed_as(f.name, saved)
             text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {has}"
-            begun_with = run_folder.typed_at_start(Path(config.out_dir))
-            cure = new_run_cure(begun_with | typed | {f.name: current})
+            flags = run_folder.start_of(Path(config.out_dir))[0] | typed
+            if config.data_dir:  # the log may be damaged, and the data may have moved
+                flags["data_dir"] = config.data_dir
+            cure = new_run_cure(flags | {f.name: current})
             raise UserError(f"{text}: leave it out, or {cure}")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dataloader import VOCAB_SIZES
 from model import GPT, GPTConfig
-from support.ending import UserError, print_error
+from support.ending import UserError, is_main_rank, print_error
 from support.files import did_you_mean, read_small
 from support.tokenizer import load_tokenizer, read_alphabet, read_tokenizer
 
@@ -151,6 +151,7 @@ def read_weights(path: Path) -> Pretrained:
         cure = "name a folder with its config.json, in which it is called model.safetensors"
         raise UserError(f"{path} lacks the shape of its network: {cure}")
     tokenizer = read_tokenizer(path) if path.is_dir() else None
+    formula_loss()  # here, so that an edit of model.py that fails is not blamed on the file
     try:
         source = read_hf(path) if path.is_dir() else read_nanogpt(path)
         source.tokenizer = tokenizer.name if tokenizer else source.tokenizer
@@ -246,7 +247,7 @@ def checked(
 ) -> Pretrained:
     """Return weights in float32. Raise UserError unless they are finite and fit this shape. Say so
     if model.py does not compute their network, whose formula_loss() is `formula`."""
-    if formula != formula_loss():
+    if formula != formula_loss() and is_main_rank():
         text = "does not compute the network of"
         print_error(f"model.py {text} {path}: its losses and text will not be that network's")
     config = GPTConfig(**shape)

@@ -1,7 +1,5 @@
 """What a run prints about itself, both at its start and when something looks wrong."""
 
-import os
-import platform
 import shutil
 from collections import defaultdict
 from contextlib import suppress
@@ -29,7 +27,6 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     record: dict = {"environment": env, "flags": asdict(config), "typed": sorted(typed)}
     record |= {"reasons": reasons, "micro_batch_size": loader.B, "tokenizer": run.data.tokenizer}
     record["command"] = typed_command(typed, reasons)
-    record["process"] = f"{os.getpid()} on {platform.node()}"
     record["preparation"] = preparation(run.data.folder)
     num_val = num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
     record["val_tokens"] = num_val if config.eval_tokens else 0
@@ -46,7 +43,7 @@ def print_start(run: Run, typed: dict, reasons: dict[str, str], state: dict | No
     muon = f"Muon for the blocks' matrices, {adamw} for the rest (--no-muon: {adamw} for all)"
     name = env["device_name"]
     if env["device"] == "cpu":
-        name = f"{env['threads']} threads of {name}"
+        name = f"{env['threads']} thread{'s' * (env['threads'] > 1)} of {name}"
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step}' if state else 'new'}",
         f"data: {run.data.folder}, {run.data.tokenizer}{source}: {num_epochs:.2f} epochs of"

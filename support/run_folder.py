@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from support.ending import DISK_ERRNOS, DiskError, UserError
 from support.files import FolderLock, read_small, sync
 
 LOG, SUMMARY, PICTURE, SUMS = "log.jsonl", "summary.json", "loss.png", "SHA256SUMS"
+PROCESS = ".process"  # which process has the folder's lock
 WANDB_ID = "wandb_id.txt"
 
 
@@ -99,10 +101,10 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
             if not (out_dir / LOG).exists():
                 cure = f"begin a new run with --init-from {quoted(str(path))} and another --out-dir"
                 raise UserError(f"{text}, but {path.name}: {cure}")
-        begun_by = command_of(out_dir, typed) if is_short else ""
-        if begun_by:
+        begun_with, line = start_of(out_dir)
+        if is_short and begun_with.keys() - {*typed, "resume", "out_dir", "device", "max_hours"}:
             take_folder(out_dir, lock, is_new=False)  # raises if the run is live
-            raise UserError(f"{text}: its run ended before it saved one; repeat: {begun_by}")
+            raise UserError(f"{text}: its run ended before it saved one; repeat: {line}")
         if is_old and not (out_dir / LOG).exists():
             raise UserError(f"{text}: name the run's folder, or leave --resume out")
         return
@@ -117,26 +119,14 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
         raise UserError(f"{text}: name the run's folder; {cure}")
 
 
-def starts(out_dir: Path) -> list[dict]:
-    """Return the records of a run's starts, or [{}] if there are none or its log is damaged."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
+def start_of(out_dir: Path) -> tuple[dict, str]:
+    """Return the flags that the user typed when the run in out_dir began, and the command that
+    repeats it. Return ({}, "") without a log, or if it is damaged."""
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         with open(out_dir / LOG, "rb") as f:
-            found = [dict(json.loads(line)) for line in f if b'"flags"' in line]
-        if all(start["command"] and {*start["typed"]} <= {*start["flags"]} for start in found):
-            return found or [{}]
-    return [{}]
-
-
-def typed_at_start(out_dir: Path) -> dict:
-    """Return the flags that the user typed when the run in out_dir began."""
-    start = starts(out_dir)[0]
-    return {name: start["flags"][name] for name in start.get("typed", ())}
-
-
-def command_of(out_dir: Path, typed: dict) -> str:
-    """Return the command that began the run in out_dir, if it has flags that typed lacks."""
-    has_more = typed_at_start(out_dir).keys() - {*typed, "resume", "out_dir", "device", "max_hours"}
-    return str(starts(out_dir)[0]["command"]) if has_more else ""
+            start = json.loads(f.readline())
+        return {name: start["flags"][name] for name in start["typed"]}, str(start["command"])
+    return {}, ""
 
 
 def is_slip(name: str, other: str) -> bool:
@@ -159,10 +149,12 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
         lock.acquire()
+        (out_dir / PROCESS).write_text(f"process {os.getpid()} on {platform.node()}")
     except Timeout:
-        process = starts(out_dir)[-1].get("process")
-        which = f" (process {process})" if process else ""  # none if it is still starting
-        cure = f"wait for its end, stop it{which}, or use another folder"
+        process = "its process"
+        with suppress(OSError, ValueError):
+            process = (out_dir / PROCESS).read_text()[:99]
+        cure = f"wait for its end, stop {process}, or use another folder"
         raise UserError(f"--out-dir {out_dir} belongs to a live run: {cure}") from None
     except OSError as error:
         kind = DiskError if error.errno in DISK_ERRNOS else UserError

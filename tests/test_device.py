@@ -65,7 +65,7 @@ def test_the_recorded_command_is_the_same_run_on_another_kind_of_device(line, mo
         config, reasons = config_module.resolve(typed, None, None, here)
         words = shlex.split(report.typed_command(typed, reasons))[2:]
         again, _ = config_module.resolve(config_module.read_flags(words, ""), None, None, there)
-        free = ("tf32", "bf16", "compile", "flash", "eval_tokens")
+        free = ("tf32", "bf16", "fp16", "compile", "flash", "bf16_residual", "eval_tokens")
         assert replace(again, **{name: getattr(config, name) for name in free}) == config
 
 

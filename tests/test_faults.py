@@ -781,7 +781,7 @@ def test_two_runs_never_share_a_folder(trial):
     line = trial.command(steps=3, out_dir=trial.out_dir, data_dir=trial.data)
     code, _, err = train(line, trial.folder / "two")
     assert code == 2 and "belongs to a live run" in err
-    assert f"stop it (process {first.pid} on {platform.node()}), or use" in err
+    assert f"stop process {first.pid} on {platform.node()}, or use" in err
     first.kill()
     first.join()
     code, _, err = train(line, trial.folder / "two")

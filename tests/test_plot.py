@@ -261,6 +261,10 @@ def test_runs_that_differ_only_in_their_seed_have_a_mean(tmp_path):
     more = plot.by_setting([plot.read_run(str(tmp_path / name)) for name in "abcd"])
     assert list(more) == ["learning_rate 1", str(tmp_path / "c"), str(tmp_path / "d")]
     assert plot.means_table(more)[0] == row and len(more["learning_rate 1"]) == 2
+    write_log(tmp_path / "e", step(1, 9.0), *records, step(2, 8.0), learning_rate=1, seed=2)
+    longer = plot.by_setting([plot.read_run(str(tmp_path / name)) for name in "abe"])
+    named = {name: [Path(run.name).name for run in group] for name, group in longer.items()}
+    assert [*named.values()] == [["a", "e"], ["b"]]  # b was aborted, and begun again as e
     done = run_program(*(tmp_path / name for name in "abc"), "--csv", "runs", cwd=tmp_path)
     assert done.stdout.endswith("runs.csv\nruns-means.csv\n"), done.stderr
     with open(tmp_path / "runs-means.csv", newline="", encoding="utf-8") as f:

@@ -99,9 +99,14 @@ def test_a_resume_that_would_be_another_run_is_answered_with_that_runs_command(d
         _, *words = shlex.split(err.partition("begin a new run: python ")[2])
         code, out, err = train([*words[:-1], f"new-{name}{change[-1]}"], tmp_path)
         assert code == 0 and "done: 3 steps" in out, err
-    (tmp_path / "run/log.jsonl").write_text('{"flags": 3}\n')  # damaged
-    code, _, err = train(["--out-dir=run", "--resume", "--seed=7"], tmp_path)
-    assert code == 2 and "train_gpt2.py --seed 7 --out-dir ANOTHER" in err
+    code, _, err = train(["--out-dir=run", "--eval-only", "--seq-len=64"], tmp_path)
+    assert code == 2 and "--learning-rate 0.002" in err and "--seq-len 64" in err
+    assert "--eval-only" not in err and "compile" not in err
+    whole = (tmp_path / "run/log.jsonl").read_text()
+    for damaged in ("", '{"flags": 3}\n', whole.replace('"typed": [', '"typed": ["rope", ', 1)):
+        (tmp_path / "run/log.jsonl").write_text(damaged)
+        code, _, err = train(["--out-dir=run", "--resume", "--seed=7"], tmp_path)
+        assert code == 2 and f"train_gpt2.py --seed 7 --data-dir {data_dir} --out-dir" in err, err
 
 
 def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_path):

@@ -32,6 +32,7 @@ for name, (code, why) in ends.items():
         sys.exit(code)
 env = {"commit": "0123456789", "device": "cpu", "device_name": "a CPU", "torch": "2"}
 start = {"environment": env, "micro_batch_size": 4, "tokenizer": "bytes"}
+start["typed"] = [word.removeprefix("no-").replace("-", "_") for word in flags]
 shape = {"model": "nano", "n_layer": 4, "n_embd": 128}
 # It chooses other speed-ups in each folder, unless they are typed.
 for name in ("bf16", "flash", "compile"):
@@ -47,6 +48,8 @@ for step in range(5):
 (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
 (folder / "step_000004").mkdir(exist_ok=True)
 """
+
+MEASURED = ("bf16", "flash", "compile")
 
 
 @pytest.fixture
@@ -115,22 +118,27 @@ def test_a_table_has_a_row_for_each_setting_with_the_spread_over_seeds(project):
     assert "--model=x" in done.stdout.splitlines()[0]
 
 
-def test_all_runs_have_the_speed_ups_that_the_first_chose_and_their_own_flags(project):
-    done = run_sweep(project, "--", "--learning-rate", "0.5,1,0.25", ",--flash,--no-flash,--fp16")
+def test_what_a_run_chooses_later_runs_get_unless_they_have_flags_of_their_own(project):
+    alternatives = ["--no-flash", "", "--flash", "--fp16", "--bf16_residual"]
+    done = run_sweep(project, "--", "--learning-rate", "0.5,1", ",".join(alternatives))
     assert done.returncode == 0, done.stderr
-    speed_ups = {}
+    typed, flags = [], []
     for run in results(project):
-        start = json.loads((project / run["folder"] / "log.jsonl").read_text().splitlines()[0])
-        speed_ups.setdefault(tuple(run["flags"][1:]), []).append(start["flags"])
-    first = speed_ups[()][0]
-    for flags in speed_ups[()] + speed_ups["--flash",] + speed_ups["--no-flash",]:
-        assert [flags[name] for name in ("bf16", "compile")] == [first["bf16"], first["compile"]]
-    for own, flash in ((), first["flash"]), (("--flash",), True), (("--no-flash",), False):
-        assert [flags["flash"] for flags in speed_ups[own]] == [flash] * 3
-    typed = [(project / run["folder"] / "typed").read_text() for run in results(project)]
-    assert not any("--fp16" in words and "bf16" in words for words in typed)
-    chosen = [f"--{name}" if first[name] else f"--no-{name}" for name in ("bf16", "flash")]
-    assert f"and as the first has chosen, `{' '.join(chosen)}" in done.stdout
+        typed.append((project / run["folder"] / "typed").read_text().split())
+        log = (project / run["folder"] / "log.jsonl").read_text()
+        flags.append(json.loads(log.splitlines()[0])["flags"])
+
+    def switch(name: str, number: int) -> str:
+        return f"--{name}" if flags[number][name] else f"--no-{name}"
+
+    precision, compiling = switch("bf16", 0), switch("compile", 0)
+    flash = switch("flash", 1)  # since the first run has typed one
+    speed_ups = [[w for w in words if w.endswith(MEASURED) and "=" not in w] for words in typed]
+    assert speed_ups[0] == ["--no-flash"]
+    assert {*speed_ups[1]} == {precision, compiling}
+    assert speed_ups[2][-1] == "--flash" and len(speed_ups[2]) == 4  # the last one counts
+    assert {*speed_ups[3]} == {*speed_ups[4]} == {flash, compiling}
+    assert {*speed_ups[6]} == {precision, flash, compiling}
 
 
 def test_what_diverges_or_does_not_fit_is_a_row(project):
