@@ -3,7 +3,9 @@
 import os
 import re
 from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 
@@ -318,9 +320,14 @@ def saved_flags(state: dict, device: torch.device) -> dict:
     return {name: state["config"].get(name, DEFAULTS[name]) for name in DEFAULTS.keys() - dropped}
 
 
-def new_run_cure(flags: dict) -> str:
-    """Return what to do instead of giving these flags to a run, or to weights, that has others."""
-    dropped = {"resume", "out_dir", "max_hours"}
+def new_run_cure(flags: dict, run: Path, saved: Mapping, without: tuple[str, ...] = ()) -> str:
+    """Return what to do instead of giving flags to a run, or to weights, that has others: a new run
+    with these, and those that were typed when `run` began, with the values that it has saved."""
+    begun_with = start_of(run)[0] if saved else {}
+    flags = {name: saved.get(name, value) for name, value in begun_with.items()} | flags
+    if saved.get("data_dir"):  # the log may be damaged
+        flags.setdefault("data_dir", saved["data_dir"])
+    dropped = {"resume", "out_dir", "max_hours", *without}
     if flags.get("eval_only"):
         dropped |= {"eval_only", "compile"}  # evaluate_only adds the latter
     words = [typed_as(name, value) for name, value in flags.items() if name not in dropped]
@@ -336,12 +343,9 @@ def flags_of_weights(pretrained: Pretrained, asked: ChainMap) -> dict:
         wanted = asked.get(name, value)
         if wanted > value or (wanted < value and name != "seq_len"):  # positions may go unused
             has = f"{pretrained.path} has {typed_as(name, value)}"
-            begun_with = start_of(pretrained.path.parent)[0] if asked.maps[1] else {}
-            flags: dict = {**begun_with, **asked.maps[0], name: wanted}
-            if asked.get("data_dir"):  # the log may be damaged, and the data may have moved
-                flags["data_dir"] = asked["data_dir"]
-            flags.pop("init_from", None)  # no weights have this shape
-            cure = new_run_cure(flags)
+            typed, saved = asked.maps
+            flags = {**typed, name: wanted}
+            cure = new_run_cure(flags, pretrained.path.parent, saved, without=("init_from",))
             raise UserError(f"{typed_as(name, wanted)}: {has}: leave it out, or {cure}")
     ratios = {}  # take the recipe of the model whose blocks have the most similar size
     for model, known in SHAPES.items():

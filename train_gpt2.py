@@ -419,8 +419,7 @@ def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
     set_backends(config, world)
     model = make_model(plan, world)
     world.call_on_main(check_can_save, model, plan, out_dir)
-    if plan.is_new:
-        world.call_on_main(run_folder.take_folder, out_dir, lock, plan.is_new)
+    world.call_on_main(run_folder.begin, out_dir, lock, plan.is_new)
     if typed.get("resume") and not state and world.is_main:
         log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins")
     model.to(world.device)

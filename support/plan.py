@@ -88,10 +88,8 @@ def check_same_run(state: dict, config: TrainConfig, typed: dict):
         if f.metadata["on_resume"] == "refuse" and saved != current:
             has = "none" if saved == "" else typed_as(f.name, saved)
             text = f"{typed_as(f.name, current)}: the run in {config.out_dir} has {has}"
-            flags = run_folder.start_of(Path(config.out_dir))[0] | typed
-            if config.data_dir:  # the log may be damaged, and the data may have moved
-                flags["data_dir"] = config.data_dir
-            cure = new_run_cure(flags | {f.name: current})
+            flags = typed | {f.name: current}
+            cure = new_run_cure(flags, Path(config.out_dir), state["config"])
             raise UserError(f"{text}: leave it out, or {cure}")
 
 

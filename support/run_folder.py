@@ -149,7 +149,6 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
         lock.acquire()
-        (out_dir / PROCESS).write_text(f"process {os.getpid()} on {platform.node()}")
     except Timeout:
         process = "its process"
         with suppress(OSError, ValueError):
@@ -163,6 +162,13 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
         raise UserError(f"--out-dir {out_dir} was just taken by another run: use another folder")
     for unfinished in out_dir.glob("step_[0-9]*.tmp"):  # left by a process that died
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def begin(out_dir: Path, lock: FolderLock, is_new: bool):
+    """Take a run's folder if it is new, and write there which process has it."""
+    if is_new:
+        take_folder(out_dir, lock, is_new)
+    (out_dir / PROCESS).write_text(f"process {os.getpid()} on {platform.node()}")
 
 
 def check_disk_space(out_dir: Path, num_params: int, keep: int):

@@ -89,18 +89,20 @@ def test_a_resume_that_would_be_another_run_is_answered_with_that_runs_command(d
     assert train(line, tmp_path)[0] == 0
     tuned = ["--init-from=run", "--out-dir=tuned", f"--data-dir={data_dir}", "--steps=3"]
     assert train([*tuned, "--batch-tokens=96"], tmp_path)[0] == 0
+    longer = ["--out-dir=run", "--resume", "--steps=4", "--learning-rate=0.003"]
+    assert train(longer, tmp_path)[0] == 0
     for name, change, kept in (
-        ("run", "--n-layer 3", "--learning-rate 0.002"),
-        ("run", "--seed 7", "--learning-rate 0.002"),
+        ("run", "--n-layer 3", "--steps 4"),
+        ("run", "--seed 7", "--learning-rate 0.003"),  # changed by a resume
         ("tuned", "--seed 7", "--init-from run"),
     ):
         code, _, err = train([f"--out-dir={name}", "--resume", *change.split()], tmp_path)
         assert code == 2 and change in err and kept in err and "--resume" not in err, err
         _, *words = shlex.split(err.partition("begin a new run: python ")[2])
         code, out, err = train([*words[:-1], f"new-{name}{change[-1]}"], tmp_path)
-        assert code == 0 and "done: 3 steps" in out, err
+        assert code == 0 and f"done: {3 if name == 'tuned' else 4} steps" in out, err
     code, _, err = train(["--out-dir=run", "--eval-only", "--seq-len=64"], tmp_path)
-    assert code == 2 and "--learning-rate 0.002" in err and "--seq-len 64" in err
+    assert code == 2 and "--learning-rate 0.003" in err and "--seq-len 64" in err
     assert "--eval-only" not in err and "compile" not in err
     whole = (tmp_path / "run/log.jsonl").read_text()
     for damaged in ("", '{"flags": 3}\n', whole.replace('"typed": [', '"typed": ["rope", ', 1)):
