@@ -13,6 +13,7 @@ import re
 import subprocess
 import warnings
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -165,13 +166,18 @@ def open_folder(path: Path, tokenizer: str = "", vocab_size: int = 1 << 16) -> T
         problem = "holds no shards of tokens"
         tokens = Path("data", f"{path.resolve().name}-tokens")
         cure = f"to make some from its text: {prepare_command(str(path), tokens)}"
+        if (path / "prepare.py").exists():  # of nanoGPT
+            cure = f"first run python {path / 'prepare.py'}"
         below = [str(manifest.parent) for manifest in sorted(path.glob(f"*/{MANIFEST}"))]
         cure = f"name {' or '.join(below)}" if below else cure
     raise ShardError("; ".join([f"--data-dir {path} {problem}: {cure}", *data.notes]))
 
 
 def prepare_command(text: str, folder: Path) -> str:
-    words = ["python", PREPARE, "--input", text, "--data-dir", str(folder)]
+    program = Path(__file__).with_name(PREPARE)
+    with suppress(ValueError, OSError):  # on another drive of Windows, or the folder is gone
+        program = Path(os.path.relpath(program))
+    words = ["python", str(program), "--input", text, "--data-dir", str(folder)]
     return subprocess.list2cmdline(words)  # with quotes, if need be, that most shells understand
 
 

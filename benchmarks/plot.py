@@ -5,7 +5,8 @@
     python benchmarks/plot.py out/sweep --csv sweep.csv       # the table, for other programs
     python benchmarks/plot.py out/124M --against reference    # is my loss normal? In words
 
-For several runs a table shows what differs: flags, validations, time. Runs that differ only in
+For several runs a table shows what differs: flags, validations, time, and what the network computes
+("model.py"). Runs that differ only in
 --seed share a colour, and another table has their means and standard deviations. A repetition with
 the same seed has a colour of its own. A run may still be training.
 Losses are in nats per token, so only runs with the same tokenizer are drawn together.
@@ -118,6 +119,10 @@ def read_run(folder: str) -> Run:
     for record in filter(None, records):
         if "flags" in record:
             run.start = record
+            # Two runs may differ only by an edit of model.py, which changes this loss.
+            environment = record.get("environment")
+            formula = environment.get("formula", "") if type(environment) is dict else ""
+            record["flags"]["model.py"] = str(formula)
         step = record.get("step")
         if "ms" in record and step <= max(run.values["ms"], default=0):
             # The run was resumed from an earlier step: forget what it did after that.
@@ -242,10 +247,14 @@ def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     for run in runs:
         if not any(run is other for other in longest.values()):
             groups[run.name].append(run)
-    return {
-        (group[0].name if len(group) == 1 else key or "all runs"): group
-        for key, group in groups.items()
-    }
+    named = {}
+    for key, group in groups.items():
+        if len(group) == 1:
+            key = group[0].name
+        elif not key:
+            key = "all runs" if len(groups) == 1 else f"{group[0].name} and {len(group) - 1} more"
+        named[key] = group
+    return named
 
 
 def spelled(name: str, value) -> str:
@@ -299,6 +308,8 @@ def mean(runs: list[Run], quantity: str) -> tuple[str, str]:
 
 
 def write_csv(path: Path, rows: list[dict[str, str]]):
+    if path.exists():
+        raise FileExistsError(f"{path} exists: move it away, or give --csv another name")
     with open(path, "x", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, rows[0].keys())
         writer.writeheader()

@@ -286,11 +286,17 @@ def test_shuffled_differs_by_seed_and_epoch_and_never_by_version():
     assert shuffle(8, seed=1337) == [6, 4, 0, 3, 7, 2, 1, 5]
 
 
-def test_a_command_that_is_offered_can_be_pasted(tmp_path):
+def test_a_command_that_is_offered_can_be_pasted(tmp_path, monkeypatch):
     folder = tmp_path / "my texts"
     folder.mkdir()
+    monkeypatch.chdir(folder)
     with pytest.raises(ShardError) as error:
         open_folder(folder)
     words = shlex.split(str(error.value).partition("from its text: ")[2].partition(";")[0])
     tokens = str(Path("data", "my texts-tokens"))
-    assert words[1:] == ["prepare_data.py", "--input", str(folder), "--data-dir", tokens]
+    assert os.path.samefile(words[1], dataloader.__file__.replace("dataloader", "prepare_data"))
+    assert words[2:] == ["--input", str(folder), "--data-dir", tokens]
+    (folder / "prepare.py").touch()  # nanoGPT's, which has not been run
+    (folder / "readme.md").touch()
+    with pytest.raises(ShardError, match=re.escape(f"first run python {folder / 'prepare.py'}")):
+        open_folder(folder)

@@ -265,10 +265,23 @@ def test_runs_that_differ_only_in_their_seed_have_a_mean(tmp_path):
     longer = plot.by_setting([plot.read_run(str(tmp_path / name)) for name in "abe"])
     named = {name: [Path(run.name).name for run in group] for name, group in longer.items()}
     assert [*named.values()] == [["a", "e"], ["b"]]  # b was aborted, and begun again as e
+    assert [*named][0] == f"{tmp_path / 'a'} and 1 more"
     done = run_program(*(tmp_path / name for name in "abc"), "--csv", "runs", cwd=tmp_path)
     assert done.stdout.endswith("runs.csv\nruns-means.csv\n"), done.stderr
     with open(tmp_path / "runs-means.csv", newline="", encoding="utf-8") as f:
         assert [*csv.DictReader(f)] == plot.means_table(groups)
+
+
+def test_runs_before_and_after_an_edit_of_model_py_are_two_settings(tmp_path):
+    for name, formula, seed in (("a", "8.3", 1), ("b", "8.2", 1), ("c", "8.3", 2), ("d", "8.2", 2)):
+        write_log(tmp_path / name, step(1, 9.0), seed=seed)
+        log = tmp_path / name / "log.jsonl"
+        start, *steps = log.read_text().splitlines(True)
+        environment = {"environment": {"formula": formula}}
+        log.write_text("".join([json.dumps(json.loads(start) | environment) + "\n", *steps]))
+    groups = plot.by_setting([plot.read_run(str(tmp_path / name)) for name in "abcd"])
+    assert [*groups] == ["model.py 8.3", "model.py 8.2"]
+    assert [len(group) for group in groups.values()] == [2, 2]
 
 
 def test_a_switch_is_named_as_it_is_typed(tmp_path):
