@@ -254,8 +254,9 @@ def resolve(
     off = speed_ups_off(device, model, asked)
     reasons |= {f"--no-{name}": f"{name} {reason}" for name, reason in off.items()}
     rules |= dict.fromkeys(off, False)
-    if has_gpu and "bf16" in off:
-        rules["fp16"] = True  # a T4 or V100 has float16 in hardware
+    if has_gpu and "bf16" in off and "fp16" not in asked:
+        rules["fp16"] = True
+        reasons["--fp16"] = "a T4 or V100 has float16 in hardware"
     if asked.get("fp16"):
         rules["bf16"] = False
     if device.type == "cpu":  # choices.py measures whether they are faster
@@ -297,7 +298,7 @@ def choose_model(wanted: str | None, has_gpu: bool) -> tuple[str, dict[str, str]
         return wanted, {}
     if has_gpu:
         return "gpt2", {"--model gpt2": "there is a GPU"}
-    return "nano", {"--model nano": "without an NVIDIA GPU, the others would take long"}
+    return "nano", {"--model nano": "on this device, the others would take long"}
 
 
 def asked_flags(typed: dict, state: dict | None, device: torch.device) -> ChainMap:
@@ -322,15 +323,14 @@ def saved_flags(state: dict, device: torch.device) -> dict:
 
 def new_run_cure(flags: dict, run: Path, saved: Mapping, without: tuple[str, ...] = ()) -> str:
     """Return what to do instead of giving flags to a run, or to weights, that has others: a new run
-    with these, and those that were typed when `run` began, with the values that it has saved."""
-    begun_with = start_of(run)[0] if saved else {}
-    flags = {name: saved.get(name, value) for name, value in begun_with.items()} | flags
-    if saved.get("data_dir"):  # the log may be damaged
-        flags.setdefault("data_dir", saved["data_dir"])
+    with these, and those that were typed for `run` so far, with the values that it has saved."""
+    if "eval_only" in flags:  # evaluate_only has added compile
+        flags = {name: flags[name] for name in flags.keys() - {"eval_only", "compile"}}
+    names = ["data_dir", *sorted(start_of(run)[0])] if saved else []
+    known = [name for name in names if name in DEFAULTS and saved.get(name) not in (None, "")]
+    before = {name: saved[name] for name in known}
     dropped = {"resume", "out_dir", "max_hours", *without}
-    if flags.get("eval_only"):
-        dropped |= {"eval_only", "compile"}  # evaluate_only adds the latter
-    words = [typed_as(name, value) for name, value in flags.items() if name not in dropped]
+    words = [typed_as(*flag) for flag in (before | flags).items() if flag[0] not in dropped]
     line = " ".join([command("train_gpt2.py"), *words, "--out-dir ANOTHER"])
     return f"begin a new run: {launched(line)}"
 

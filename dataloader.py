@@ -166,8 +166,9 @@ def open_folder(path: Path, tokenizer: str = "", vocab_size: int = 1 << 16) -> T
         problem = "holds no shards of tokens"
         tokens = Path("data", f"{path.resolve().name}-tokens")
         cure = f"to make some from its text: {prepare_command(str(path), tokens)}"
-        if (path / "prepare.py").exists():  # of nanoGPT
-            cure = f"first run python {path / 'prepare.py'}"
+        if (path / "prepare.py").exists():  # as in nanoGPT's folders
+            program = subprocess.list2cmdline(["python", str(path / "prepare.py")])
+            cure = f"to make some: {program}, if that is nanoGPT's; {cure}"
         below = [str(manifest.parent) for manifest in sorted(path.glob(f"*/{MANIFEST}"))]
         cure = f"name {' or '.join(below)}" if below else cure
     raise ShardError("; ".join([f"--data-dir {path} {problem}: {cure}", *data.notes]))

@@ -525,6 +525,10 @@ def set_up_and_train(typed: dict, world: World) -> int:
             with suppress(OSError, ValueError):  # the disk may be full, or the log closed
                 run.log.record(failed=f"{type(error).__name__}: {error!s:.300}")
         raise
+    finally:
+        if run and world.is_main:
+            with suppress(OSError):
+                (lock.folder / run_folder.PROCESS).unlink(missing_ok=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,11 +5,11 @@
     python benchmarks/plot.py out/sweep --csv sweep.csv       # the table, for other programs
     python benchmarks/plot.py out/124M --against reference    # is my loss normal? In words
 
-For several runs a table shows what differs: flags, validations, time, and what the network computes
-("model.py"). Runs that differ only in
---seed share a colour, and another table has their means and standard deviations. A repetition with
-the same seed has a colour of its own. A run may still be training.
-Losses are in nats per token, so only runs with the same tokenizer are drawn together.
+For several runs a table shows what differs: flags, validations, time, and, under "model.py", the
+loss of a small test network, which an edit of that file changes. Runs that differ only in --seed
+share a colour, and another table has their means and standard deviations. A repetition with the
+same seed has a colour of its own. A run may still be training. Losses are in nats per token, so
+only runs with the same tokenizer are drawn together.
 
 reference.json holds what public sources state of GPT-2 124M. A run is compared only with references
 on its own data set, which the names of its shards tell (or of the folder, if that is gone), and at
@@ -238,7 +238,7 @@ def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     longest: dict[tuple, Run] = {}  # by setting and seed
     for run in runs:
         settings = [spelled(name, run.flags.get(name)) for name in names]
-        key = ", ".join(settings + [run.tokenizer] * several), run.flags.get("seed")
+        key = ", ".join(settings + [run.tokenizer] * several), str(run.flags.get("seed"))
         if key not in longest or len(run.values["ms"]) > len(longest[key].values["ms"]):
             longest[key] = run
     groups = defaultdict(list)
@@ -308,8 +308,6 @@ def mean(runs: list[Run], quantity: str) -> tuple[str, str]:
 
 
 def write_csv(path: Path, rows: list[dict[str, str]]):
-    if path.exists():
-        raise FileExistsError(f"{path} exists: move it away, or give --csv another name")
     with open(path, "x", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, rows[0].keys())
         writer.writeheader()
@@ -454,9 +452,13 @@ def main():
             print("\n" + machine.markdown(means_table(groups)))
     if args.csv:
         name = args.csv.removesuffix(".csv")
-        write_csv(Path(f"{name}.csv"), runs_table(runs))
+        tables = {Path(f"{name}.csv"): runs_table(runs)}
         if has_seeds:
-            write_csv(Path(f"{name}-means.csv"), means_table(groups))
+            tables[Path(f"{name}-means.csv")] = means_table(groups)
+        for path in filter(Path.exists, tables):
+            raise FileExistsError(f"{path} exists: move it away, or give --csv another name")
+        for path, rows in tables.items():
+            write_csv(path, rows)
     if args.out or not (args.against or args.csv):
         # The run itself draws loss.png, so the picture beside it has another name.
         path = args.out or machine.unused(Path(args.runs[0], "curves.png"))

@@ -8,10 +8,10 @@
 
 The flags of train_gpt2.py come after "--". A comma separates alternatives: values of a flag, or
 whole flags. In quotes, an alternative may be several flags, or none. Runs that differ only in
---seed share a row of the table. What a run chooses for a CPU, later runs get, so that their times
-compare. With --until-loss-of it also shows what share of a baseline's
-tokens each setting needs to reach the baseline's last loss. The baseline is the best setting that
-has the flags named, without their dashes.
+--seed share a row of the table. On a CPU, later runs of a network's shape reuse the speed-ups that
+earlier ones chose, so that their times are comparable. With --until-loss-of it also shows what
+share of a baseline's tokens each setting needs to reach the baseline's last loss. The baseline is
+the best setting that has the flags named, without their dashes.
 
 Runs are in out/sweep/NAME. Repeat the command to continue an interrupted sweep, or to add
 alternatives: no run is made twice, and nothing is overwritten. A run that diverges or does not fit
@@ -34,6 +34,7 @@ import plot
 RUNS = Path("out/sweep")
 FEWEST_VALIDATIONS = 5  # of a run, or its tokens to a loss would be a guess between two of them
 MEASURED = ("bf16", "flash", "compile")  # flags that a run on a CPU chooses by measuring
+OF_SHAPE = {"--model", "--n-layer", "--n-head", "--n-embd", "--seq-len", "--batch-tokens"}
 DIVERGED = 4  # train_gpt2.py's exit code when the loss is not finite
 COLUMNS = {  # of the table: the figure of a run, and how it is written
     "validation loss": ("val_loss", "{:.3f}"),
@@ -70,6 +71,10 @@ def alternatives(word: str) -> list[str]:
     return [first, *others]
 
 
+def name_of(flag: str) -> str:
+    return flag.partition("=")[0].replace("_", "-")
+
+
 def setting(run: dict) -> tuple[str, ...]:
     """Return a run's flags except for its seed."""
     return tuple(flag for flag in run["flags"] if not flag.startswith("--seed="))
@@ -92,13 +97,12 @@ def new_run(name: str, flags: list[str], wanted: list[list[str]]) -> dict:
     return {"flags": flags, "folder": folder.as_posix(), "state": "not finished"}
 
 
-def train(run: dict, chosen: dict[str, bool]) -> dict:
-    """Start or continue a run, with speed-ups that its own flags may change. Return what it
-    measured, or how it failed."""
-    own = {flag.partition("=")[0].replace("_", "-") for flag in run["flags"]}
-    if own & {"--fp16", "--bf16-residual"}:  # which determine --bf16
-        chosen = {name: is_on for name, is_on in chosen.items() if name != "bf16"}
-    switches = [f"--{name}" if is_on else f"--no-{name}" for name, is_on in chosen.items()]
+def train(run: dict, choices: dict[str, bool]) -> dict:
+    """Start or continue a run, with these choices unless its own flags say otherwise. Return what
+    it measured, or how it failed."""
+    if {name_of(flag) for flag in run["flags"]} & {"--fp16", "--bf16-residual"}:
+        choices = {name: is_on for name, is_on in choices.items() if name != "bf16"}
+    switches = [f"--{name}" if is_on else f"--no-{name}" for name, is_on in choices.items()]
     command = [sys.executable, machine.TRAIN, *switches, *run["flags"]]
     command += ["--resume"] if Path(run["folder"], "log.jsonl").exists() else []
     code, errors = machine.run_quietly([*command, f"--out-dir={run['folder']}"])
@@ -127,11 +131,12 @@ def figures(run: plot.Run) -> dict:
         values = run.series(name)[1].tolist()[machine.WARM_UP :]
         found[name] = median(values) if values else None
     found["peak_mib"] = max(run.series("peak_mib")[1].tolist(), default=None)
-    names = MEASURED if run.start["environment"]["device"] == "cpu" else ()
-    typed = {*run.start["typed"]}
-    if typed & {"fp16", "bf16_residual"}:
+    typed = {*run.start.get("typed", MEASURED)}
+    if "bf16_residual" in typed:
         typed.add("bf16")
-    return found | {"chosen": {name: run.flags[name] for name in names if name not in typed}}
+    is_measured = run.start["environment"]["device"] == "cpu" and not run.flags.get("fp16")
+    names = [name for name in MEASURED if is_measured and name not in typed]
+    return found | {"choices": {name: run.flags[name] for name in names}}
 
 
 def measure(args: Namespace) -> dict:
@@ -149,9 +154,11 @@ def measure(args: Namespace) -> dict:
         if run["state"] != "not finished":
             continue
         print(f"{number}/{len(wanted)}: {run['folder']}", file=sys.stderr, flush=True)
-        found = train(run, content.setdefault("chosen", {}))
+        shape = " ".join(sorted(flag for flag in flags if name_of(flag) in OF_SHAPE))
+        choices = content.setdefault("choices", {}).setdefault(shape, {})
+        found = train(run, choices)
         if "environment" in found:
-            content["chosen"] = found.pop("chosen") | content["chosen"]
+            choices |= found.pop("choices") | choices
             now = found.pop("environment")
             machine.check_same(content.setdefault("environment", now), now, "device_name", "torch")
         run |= found

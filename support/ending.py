@@ -204,7 +204,9 @@ def report(error: BaseException) -> int | None:
     elif exit_code is not None:
         text = f"error: {error}"
         if exit_code == DiskError.exit_code and signals.phase is not Phase.STARTING:
-            text += "; checkpoints saved before are intact: once this is fixed, --resume continues"
+            text += (
+                "; once this is fixed, --resume continues from the last checkpoint, if there is one"
+            )
         print_error(text)
         tell_torchrun(text)
     return exit_code

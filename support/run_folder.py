@@ -17,7 +17,7 @@ from support.ending import DISK_ERRNOS, DiskError, UserError
 from support.files import FolderLock, read_small, sync
 
 LOG, SUMMARY, PICTURE, SUMS = "log.jsonl", "summary.json", "loss.png", "SHA256SUMS"
-PROCESS = ".process"  # which process has the folder's lock
+PROCESS = ".process"  # says which process has the folder's lock
 WANDB_ID = "wandb_id.txt"
 
 
@@ -102,7 +102,7 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
                 cure = f"begin a new run with --init-from {quoted(str(path))} and another --out-dir"
                 raise UserError(f"{text}, but {path.name}: {cure}")
         begun_with, line = start_of(out_dir)
-        if is_short and begun_with.keys() - {*typed, "resume", "out_dir", "device", "max_hours"}:
+        if is_short and begun_with - {*typed, "resume", "out_dir", "device", "max_hours"}:
             take_folder(out_dir, lock, is_new=False)  # raises if the run is live
             raise UserError(f"{text}: its run ended before it saved one; repeat: {line}")
         if is_old and not (out_dir / LOG).exists():
@@ -119,14 +119,22 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
         raise UserError(f"{text}: name the run's folder; {cure}")
 
 
-def start_of(out_dir: Path) -> tuple[dict, str]:
-    """Return the flags that the user typed when the run in out_dir began, and the command that
-    repeats it. Return ({}, "") without a log, or if it is damaged."""
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        with open(out_dir / LOG, "rb") as f:
-            start = json.loads(f.readline())
-        return {name: start["flags"][name] for name in start["typed"]}, str(start["command"])
-    return {}, ""
+def start_of(out_dir: Path) -> tuple[set[str], str]:
+    """Return the names of the flags that were typed when the run in out_dir began, and since then
+    at a resume, and the command that began it. Skip what is damaged in its log."""
+    names: set[str] = set()
+    line = ""
+    with suppress(OSError), open(out_dir / LOG, "rb") as f:
+        for record in f:
+            if b'"typed"' not in record:
+                continue
+            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                start = json.loads(record)
+                typed = {name for name in start["typed"] if name in start["flags"]}
+                if start.get("resumed") is None:  # an earlier run saved nothing
+                    names, line = set(), str(start.get("command", ""))
+                names |= typed
+    return names, line
 
 
 def is_slip(name: str, other: str) -> bool:
@@ -149,11 +157,12 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
         lock.acquire()
+        (out_dir / PROCESS).unlink(missing_ok=True)  # of a process that was killed
     except Timeout:
-        process = "its process"
-        with suppress(OSError, ValueError):
-            process = (out_dir / PROCESS).read_text()[:99]
-        cure = f"wait for its end, stop {process}, or use another folder"
+        process = ""
+        with suppress(OSError):
+            process = (out_dir / PROCESS).read_text("utf-8", "replace")[:99]
+        cure = f"wait for its end, stop {process or 'its process'}, or use another folder"
         raise UserError(f"--out-dir {out_dir} belongs to a live run: {cure}") from None
     except OSError as error:
         kind = DiskError if error.errno in DISK_ERRNOS else UserError
@@ -168,7 +177,8 @@ def begin(out_dir: Path, lock: FolderLock, is_new: bool):
     """Take a run's folder if it is new, and write there which process has it."""
     if is_new:
         take_folder(out_dir, lock, is_new)
-    (out_dir / PROCESS).write_text(f"process {os.getpid()} on {platform.node()}")
+    process = f"process {os.getpid()} on {platform.node()}"
+    (out_dir / PROCESS).write_text(process, "utf-8", "replace")
 
 
 def check_disk_space(out_dir: Path, num_params: int, keep: int):

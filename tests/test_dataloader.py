@@ -298,5 +298,8 @@ def test_a_command_that_is_offered_can_be_pasted(tmp_path, monkeypatch):
     assert words[2:] == ["--input", str(folder), "--data-dir", tokens]
     (folder / "prepare.py").touch()  # nanoGPT's, which has not been run
     (folder / "readme.md").touch()
-    with pytest.raises(ShardError, match=re.escape(f"first run python {folder / 'prepare.py'}")):
+    with pytest.raises(ShardError) as error:
         open_folder(folder)
+    words = shlex.split(str(error.value).partition("to make some: ")[2].partition(", if")[0])
+    assert words == ["python", str(folder / "prepare.py")]
+    assert "to make some from its text: python" in str(error.value)

@@ -69,6 +69,16 @@ def test_the_recorded_command_is_the_same_run_on_another_kind_of_device(line, mo
         assert replace(again, **{name: getattr(config, name) for name in free}) == config
 
 
+@pytest.mark.parametrize("line", ["", "--no-fp16", "--no-bf16-residual", "--model nano"])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), None])
+def test_the_recorded_command_is_the_same_run_on_the_same_device(capability, line, monkeypatch):
+    on = put_in_card(monkeypatch, capability) if capability else CPU
+    typed = config_module.read_flags(line.split(), "")
+    config, reasons = config_module.resolve(typed, None, None, on)
+    words = shlex.split(report.typed_command(typed, reasons))[2:]
+    assert config_module.resolve(config_module.read_flags(words, ""), None, None, on)[0] == config
+
+
 def test_compile_that_fails_names_what_is_missing(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("Failed to find C compiler")

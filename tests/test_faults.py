@@ -784,8 +784,10 @@ def test_two_runs_never_share_a_folder(trial):
     assert f"stop process {first.pid} on {platform.node()}, or use" in err
     first.kill()
     first.join()
+    assert (trial.out_dir / ".process").exists()
     code, _, err = train(line, trial.folder / "two")
     assert code == 0, err  # the system freed the lock
+    assert not (trial.out_dir / ".process").exists()
 
 
 def other_run(*_):

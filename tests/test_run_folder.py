@@ -89,10 +89,11 @@ def test_a_resume_that_would_be_another_run_is_answered_with_that_runs_command(d
     assert train(line, tmp_path)[0] == 0
     tuned = ["--init-from=run", "--out-dir=tuned", f"--data-dir={data_dir}", "--steps=3"]
     assert train([*tuned, "--batch-tokens=96"], tmp_path)[0] == 0
-    longer = ["--out-dir=run", "--resume", "--steps=4", "--learning-rate=0.003"]
+    longer = ["--out-dir=run", "--resume", "--steps=4", "--learning-rate=0.003", "--grad-clip=2"]
     assert train(longer, tmp_path)[0] == 0
     for name, change, kept in (
         ("run", "--n-layer 3", "--steps 4"),
+        ("run", "--seed 8", "--grad-clip 2"),  # typed at the resume alone
         ("run", "--seed 7", "--learning-rate 0.003"),  # changed by a resume
         ("tuned", "--seed 7", "--init-from run"),
     ):
@@ -105,10 +106,19 @@ def test_a_resume_that_would_be_another_run_is_answered_with_that_runs_command(d
     assert code == 2 and "--learning-rate 0.003" in err and "--seq-len 64" in err
     assert "--eval-only" not in err and "compile" not in err
     whole = (tmp_path / "run/log.jsonl").read_text()
-    for damaged in ("", '{"flags": 3}\n', whole.replace('"typed": [', '"typed": ["rope", ', 1)):
-        (tmp_path / "run/log.jsonl").write_text(damaged)
+    other = '{"flags": {"dropout": 0.1}, "typed": ["dropout"], "resumed": null}\n'  # saved nothing
+    for log, kept in (
+        ("", ""),
+        ('{"typed": 3}\n', ""),
+        ('{"typed": ["rope"], "flags": ["rope"]}\n', ""),
+        (other + whole, "--learning-rate 0.003"),
+        (whole + '{"typed": ["weight_decay"], "fl', "--learning-rate 0.003"),  # cut
+        (whole.replace('"typed": [', '"typed": ["rope", '), "--learning-rate 0.003"),
+    ):
+        (tmp_path / "run/log.jsonl").write_text(log)
         code, _, err = train(["--out-dir=run", "--resume", "--seed=7"], tmp_path)
-        assert code == 2 and f"train_gpt2.py --seed 7 --data-dir {data_dir} --out-dir" in err, err
+        assert code == 2 and "begin a new run: python" in err and kept in err, err
+        assert f"--data-dir {data_dir}" in err and "--seed 7" in err and "--dropout" not in err
 
 
 def test_a_resume_without_a_run_says_so_and_which_name_is_near(data_dir, tmp_path):

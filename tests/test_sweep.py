@@ -33,7 +33,7 @@ for name, (code, why) in ends.items():
 env = {"commit": "0123456789", "device": "cpu", "device_name": "a CPU", "torch": "2"}
 start = {"environment": env, "micro_batch_size": 4, "tokenizer": "bytes"}
 start["typed"] = [word.removeprefix("no-").replace("-", "_") for word in flags]
-shape = {"model": "nano", "n_layer": 4, "n_embd": 128}
+shape = {"model": "nano", "n_layer": 4, "n_embd": 128, "fp16": "fp16" in flags}
 # It chooses other speed-ups in each folder, unless they are typed.
 for name in ("bf16", "flash", "compile"):
     words = [word for word in sys.argv if word in (f"--{name}", f"--no-{name}")]
@@ -139,6 +139,12 @@ def test_what_a_run_chooses_later_runs_get_unless_they_have_flags_of_their_own(p
     assert speed_ups[2][-1] == "--flash" and len(speed_ups[2]) == 4  # the last one counts
     assert {*speed_ups[3]} == {*speed_ups[4]} == {flash, compiling}
     assert {*speed_ups[6]} == {precision, flash, compiling}
+    # Nothing is measured with --fp16, and another shape of the network is measured anew.
+    done = run_sweep(project, "--", "--fp16,,--seq-len=8", name="shapes")
+    assert done.returncode == 0, done.stderr
+    for run in results(project, "shapes"):
+        words = (project / run["folder"] / "typed").read_text().split()[1:]
+        assert {*words} == {*run["flags"], f"--out-dir={run['folder']}"}
 
 
 def test_what_diverges_or_does_not_fit_is_a_row(project):
