@@ -249,7 +249,9 @@ def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
             groups[run.name].append(run)
     named = {}
     for key, group in groups.items():
-        if len(group) == 1:
+        if key == group[0].name:
+            key = f"{key} (a repetition)"
+        elif len(group) == 1:
             key = group[0].name
         elif not key:
             key = "all runs" if len(groups) == 1 else f"{group[0].name} and {len(group) - 1} more"
