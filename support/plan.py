@@ -43,7 +43,7 @@ def make_plan(typed: dict, out_dir: Path, lock: FolderLock | None, world: World)
         log.tracker()  # raises if neither library is installed
     has_data = not config.data_dir or os.path.exists(config.data_dir)
     if state and "data_dir" not in typed and not has_data:
-        cure = "go to the folder in which the run began, or add --data-dir"
+        cure = "go to the folder in which it was last started, or add --data-dir"
         raise UserError(f"the run's --data-dir {config.data_dir} is not here: {cure}")
     begun_with = state["data"] if state and lock else ""
     data, vocab_size = corpus.open_data(config, pretrained, begun_with)
