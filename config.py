@@ -256,7 +256,7 @@ def resolve(
     rules |= dict.fromkeys(off, False)
     if has_gpu and "bf16" in off and "fp16" not in asked:
         rules["fp16"] = True
-        reasons["--fp16"] = "a T4 or V100 has float16 in hardware"
+        reasons["--fp16"] = "instead of bfloat16"
     if asked.get("fp16"):
         rules["bf16"] = False
     if device.type == "cpu":  # choices.py measures whether they are faster
@@ -324,12 +324,11 @@ def saved_flags(state: dict, device: torch.device) -> dict:
 def new_run_cure(flags: dict, run: Path, saved: Mapping, without: tuple[str, ...] = ()) -> str:
     """Return what to do instead of giving flags to a run, or to weights, that has others: a new run
     with these, and those that were typed for `run` so far, with the values that it has saved."""
-    if "eval_only" in flags:  # evaluate_only has added compile
-        flags = {name: flags[name] for name in flags.keys() - {"eval_only", "compile"}}
-    names = ["data_dir", *sorted(start_of(run)[0])] if saved else []
-    known = [name for name in names if name in DEFAULTS and saved.get(name) not in (None, "")]
-    before = {name: saved[name] for name in known}
+    typed = ["data_dir", *sorted(start_of(run)[0] & DEFAULTS.keys())] if saved else []
+    before = {name: saved[name] for name in typed if saved.get(name) not in (None, "")}
     dropped = {"resume", "out_dir", "max_hours", *without}
+    if flags.get("eval_only"):  # evaluate_only has added compile
+        flags = {name: flags[name] for name in flags if name not in ("eval_only", "compile")}
     words = [typed_as(*flag) for flag in (before | flags).items() if flag[0] not in dropped]
     line = " ".join([command("train_gpt2.py"), *words, "--out-dir ANOTHER"])
     return f"begin a new run: {launched(line)}"

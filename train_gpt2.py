@@ -526,9 +526,8 @@ def set_up_and_train(typed: dict, world: World) -> int:
                 run.log.record(failed=f"{type(error).__name__}: {error!s:.300}")
         raise
     finally:
-        if run and world.is_main:
-            with suppress(OSError):
-                (lock.folder / run_folder.PROCESS).unlink(missing_ok=True)
+        if world.is_main:
+            run_folder.leave(lock.folder)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -250,7 +250,7 @@ def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     named = {}
     for key, group in groups.items():
         if key == group[0].name:
-            key = f"{key} (a repetition)"
+            key = f"{key} (same seed)"
         elif len(group) == 1:
             key = group[0].name
         elif not key:

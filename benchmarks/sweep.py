@@ -8,10 +8,10 @@
 
 The flags of train_gpt2.py come after "--". A comma separates alternatives: values of a flag, or
 whole flags. In quotes, an alternative may be several flags, or none. Runs that differ only in
---seed share a row of the table. On a CPU, later runs of a network's shape reuse the speed-ups that
-earlier ones chose, so that their times are comparable. With --until-loss-of it also shows what
-share of a baseline's tokens each setting needs to reach the baseline's last loss. The baseline is
-the best setting that has the flags named, without their dashes.
+--seed share a row of the table. On a CPU, later runs of the same network and length reuse the
+speed-ups that earlier ones chose, so that their times are comparable. With --until-loss-of it also
+shows what share of a baseline's tokens each setting needs to reach the baseline's last loss. The
+baseline is the best setting that has the flags named, without their dashes.
 
 Runs are in out/sweep/NAME. Repeat the command to continue an interrupted sweep, or to add
 alternatives: no run is made twice, and nothing is overwritten. A run that diverges or does not fit
@@ -20,6 +20,7 @@ in memory gets a row that says so; any other error ends the sweep.
 
 import itertools
 import math
+import re
 import shlex
 import shutil
 import sys
@@ -34,7 +35,8 @@ import plot
 RUNS = Path("out/sweep")
 FEWEST_VALIDATIONS = 5  # of a run, or its tokens to a loss would be a guess between two of them
 MEASURED = ("bf16", "flash", "compile")  # flags that a run on a CPU chooses by measuring
-OF_SHAPE = {"--model", "--n-layer", "--n-head", "--n-embd", "--seq-len", "--batch-tokens"}
+MEASURED_FOR = {"--model", "--n-layer", "--n-head", "--n-embd", "--seq-len", "--batch-tokens"}
+MEASURED_FOR |= {"--init-from", "--steps"}
 DIVERGED = 4  # train_gpt2.py's exit code when the loss is not finite
 COLUMNS = {  # of the table: the figure of a run, and how it is written
     "validation loss": ("val_loss", "{:.3f}"),
@@ -72,7 +74,7 @@ def alternatives(word: str) -> list[str]:
 
 
 def name_of(flag: str) -> str:
-    return flag.partition("=")[0].replace("_", "-")
+    return re.split("[= ]", flag)[0].replace("_", "-")
 
 
 def setting(run: dict) -> tuple[str, ...]:
@@ -154,8 +156,9 @@ def measure(args: Namespace) -> dict:
         if run["state"] != "not finished":
             continue
         print(f"{number}/{len(wanted)}: {run['folder']}", file=sys.stderr, flush=True)
-        shape = " ".join(sorted(flag for flag in flags if name_of(flag) in OF_SHAPE))
-        choices = content.setdefault("choices", {}).setdefault(shape, {})
+        words = [f"--{word}" for word in " ".join(flags).removeprefix("--").split(" --")]
+        measured_for = " ".join(sorted(word for word in words if name_of(word) in MEASURED_FOR))
+        choices = content.setdefault("choices", {}).setdefault(measured_for, {})
         found = train(run, choices)
         if "environment" in found:
             choices |= found.pop("choices") | choices

@@ -104,7 +104,8 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
         begun_with, line = start_of(out_dir)
         if is_short and begun_with - {*typed, "resume", "out_dir", "device", "max_hours"}:
             take_folder(out_dir, lock, is_new=False)  # raises if the run is live
-            raise UserError(f"{text}: its run ended before it saved one; repeat: {line}")
+            cure = f"repeat {line or 'its whole command'}"
+            raise UserError(f"{text}: its run ended before it saved one, or they are gone: {cure}")
         if is_old and not (out_dir / LOG).exists():
             raise UserError(f"{text}: name the run's folder, or leave --resume out")
         return
@@ -157,7 +158,8 @@ def take_folder(out_dir: Path, lock: FolderLock, is_new: bool):
         out_dir.mkdir(parents=True, exist_ok=True)
         sync(out_dir.parent)
         lock.acquire()
-        (out_dir / PROCESS).unlink(missing_ok=True)  # of a process that was killed
+        if lock.locked:
+            (out_dir / PROCESS).unlink(missing_ok=True)  # of a process that was killed
     except Timeout:
         process = ""
         with suppress(OSError):
@@ -177,8 +179,18 @@ def begin(out_dir: Path, lock: FolderLock, is_new: bool):
     """Take a run's folder if it is new, and write there which process has it."""
     if is_new:
         take_folder(out_dir, lock, is_new)
-    process = f"process {os.getpid()} on {platform.node()}"
-    (out_dir / PROCESS).write_text(process, "utf-8", "replace")
+    (out_dir / PROCESS).write_bytes(this_process())
+
+
+def leave(out_dir: Path):
+    """Remove what `begin` wrote, unless the folder is another process's by now."""
+    with suppress(OSError):
+        if (out_dir / PROCESS).read_bytes() == this_process():
+            (out_dir / PROCESS).unlink()
+
+
+def this_process() -> bytes:
+    return f"process {os.getpid()} on {platform.node()}".encode(errors="replace")
 
 
 def check_disk_space(out_dir: Path, num_params: int, keep: int):

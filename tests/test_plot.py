@@ -259,7 +259,7 @@ def test_runs_that_differ_only_in_their_seed_have_a_mean(tmp_path):
     # The same seed again is no second sample, but is drawn, and flags of samples change nothing.
     write_log(tmp_path / "d", *records, learning_rate=1, seed=1, num_samples=0)
     more = plot.by_setting([plot.read_run(str(tmp_path / name)) for name in "abcd"])
-    repetition = f"{tmp_path / 'd'} (a repetition)"
+    repetition = f"{tmp_path / 'd'} (same seed)"
     assert list(more) == ["learning_rate 1", str(tmp_path / "c"), repetition]
     assert plot.means_table(more)[0] == row and len(more["learning_rate 1"]) == 2
     write_log(tmp_path / "e", step(1, 9.0), *records, step(2, 8.0), learning_rate=1, seed=2)

@@ -15,10 +15,13 @@ import train_gpt2
 from support.ending import RunError, UserError
 from support.files import FolderLock
 from support.run_folder import (
+    PROCESS,
     as_size,
+    begin,
     check_disk_space,
     choose_out_dir,
     is_slip,
+    leave,
     newest_run,
     take_folder,
 )
@@ -70,8 +73,9 @@ def test_a_resume_before_the_first_checkpoint_needs_the_whole_command(data_dir, 
 
     for short in (["--out-dir=out/run"], [], ["--learning-rate=1"]):
         code, out, err = resume(*short)
-        assert code == 2 and "its run ended before it saved one; repeat: python" in err and not out
-    _, *words = shlex.split(err.partition("repeat: python ")[2])
+        assert code == 2 and "its run ended before it saved one, or they are gone:" in err
+        assert "gone: repeat python" in err and not out
+    _, *words = shlex.split(err.partition("repeat python ")[2])
     for whole in (words, [*line, "--seed=3"]):  # which names its data itself
         code, out, err = resume(*whole)
         assert code == 0 and "so a new run begins" in out, err
@@ -81,6 +85,22 @@ def test_a_resume_before_the_first_checkpoint_needs_the_whole_command(data_dir, 
     code, out, err = train(["--out-dir=out/run", "--resume"], tmp_path)
     lock.release()
     assert code == 2 and "belongs to a live run" in err and "repeat" not in err and not out
+    # The record of the first start is damaged or in another file.
+    content = b'{"typed": ["steps"], "flags": {"steps": 3}, "resumed": 5}\n'
+    code, out, err = resume("--out-dir=out/run")
+    assert code == 2 and "or they are gone: repeat its whole command" in err and not out
+
+
+def test_a_process_leaves_no_note_but_that_of_another_stays(tmp_path):
+    note = tmp_path / PROCESS
+    begin(tmp_path, FolderLock(tmp_path), is_new=False)
+    assert note.read_text().startswith(f"process {os.getpid()} on ")
+    leave(tmp_path)
+    assert not note.exists()
+    leave(tmp_path)  # nothing to do
+    note.write_text("process 3 on another machine")
+    leave(tmp_path)
+    assert note.exists()
 
 
 def test_a_resume_that_would_be_another_run_is_answered_with_that_runs_command(data_dir, tmp_path):

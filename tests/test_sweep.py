@@ -140,7 +140,8 @@ def test_what_a_run_chooses_later_runs_get_unless_they_have_flags_of_their_own(p
     assert {*speed_ups[3]} == {*speed_ups[4]} == {flash, compiling}
     assert {*speed_ups[6]} == {precision, flash, compiling}
     # Nothing is measured with --fp16, and another shape of the network is measured anew.
-    done = run_sweep(project, "--", "--fp16,,--seq-len=8", name="shapes")
+    shapes = "--seq-len 8 --n-embd 2,--seq-len 9 --n-embd 2,--steps=5,--init-from=a"
+    done = run_sweep(project, "--", f"--fp16,,{shapes}", name="shapes")
     assert done.returncode == 0, done.stderr
     for run in results(project, "shapes"):
         words = (project / run["folder"] / "typed").read_text().split()[1:]
