@@ -141,6 +141,12 @@ def figures(run: plot.Run) -> dict:
     return found | {"choices": {name: run.flags[name] for name in names}}
 
 
+def measured_for(flags: list[str]) -> str:
+    """Return those of a run's flags on which the choices of a CPU depend."""
+    pairs = [f"--{pair}" for pair in " ".join(flags).removeprefix("--").split(" --")]
+    return " ".join(sorted(pair for pair in pairs if name_of(pair) in MEASURED_FOR))
+
+
 def measure(args: Namespace) -> dict:
     """Make the runs that are missing. Return the contents of the results file."""
     path = Path(args.out, f"sweep-{args.name}.json")
@@ -156,9 +162,7 @@ def measure(args: Namespace) -> dict:
         if run["state"] != "not finished":
             continue
         print(f"{number}/{len(wanted)}: {run['folder']}", file=sys.stderr, flush=True)
-        words = [f"--{word}" for word in " ".join(flags).removeprefix("--").split(" --")]
-        measured_for = " ".join(sorted(word for word in words if name_of(word) in MEASURED_FOR))
-        choices = content.setdefault("choices", {}).setdefault(measured_for, {})
+        choices = content.setdefault("choices", {}).setdefault(measured_for(flags), {})
         found = train(run, choices)
         if "environment" in found:
             choices |= found.pop("choices") | choices

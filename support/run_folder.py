@@ -104,8 +104,8 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
         begun_with, line = start_of(out_dir)
         if is_short and begun_with - {*typed, "resume", "out_dir", "device", "max_hours"}:
             take_folder(out_dir, lock, is_new=False)  # raises if the run is live
-            cure = f"repeat {line or 'its whole command'}"
-            raise UserError(f"{text}: its run ended before it saved one, or they are gone: {cure}")
+            text += ": its run ended before it saved one, or its checkpoints are gone"
+            raise UserError(f"{text}: repeat {line or 'its whole command'}")
         if is_old and not (out_dir / LOG).exists():
             raise UserError(f"{text}: name the run's folder, or leave --resume out")
         return

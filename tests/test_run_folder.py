@@ -73,7 +73,7 @@ def test_a_resume_before_the_first_checkpoint_needs_the_whole_command(data_dir, 
 
     for short in (["--out-dir=out/run"], [], ["--learning-rate=1"]):
         code, out, err = resume(*short)
-        assert code == 2 and "its run ended before it saved one, or they are gone:" in err
+        assert code == 2 and "its run ended before it saved one, or its checkpoints are" in err
         assert "gone: repeat python" in err and not out
     _, *words = shlex.split(err.partition("repeat python ")[2])
     for whole in (words, [*line, "--seed=3"]):  # which names its data itself
@@ -88,7 +88,7 @@ def test_a_resume_before_the_first_checkpoint_needs_the_whole_command(data_dir, 
     # The record of the first start is damaged or in another file.
     content = b'{"typed": ["steps"], "flags": {"steps": 3}, "resumed": 5}\n'
     code, out, err = resume("--out-dir=out/run")
-    assert code == 2 and "or they are gone: repeat its whole command" in err and not out
+    assert code == 2 and "are gone: repeat its whole command" in err and not out
 
 
 def test_a_process_leaves_no_note_but_that_of_another_stays(tmp_path):
