@@ -298,7 +298,7 @@ def choose_model(wanted: str | None, has_gpu: bool) -> tuple[str, dict[str, str]
         return wanted, {}
     if has_gpu:
         return "gpt2", {"--model gpt2": "there is a GPU"}
-    return "nano", {"--model nano": "on this device, the others would take long"}
+    return "nano", {"--model nano": "the larger models would take long on this device"}
 
 
 def asked_flags(typed: dict, state: dict | None, device: torch.device) -> ChainMap:
@@ -322,8 +322,8 @@ def saved_flags(state: dict, device: torch.device) -> dict:
 
 
 def new_run_cure(flags: dict, run: Path, saved: Mapping, without: tuple[str, ...] = ()) -> str:
-    """Return what to do instead of giving flags to a run, or to weights, that has others: a new run
-    with these, and those that were typed for `run` so far, with the values that it has saved."""
+    """Return the cure for flags that contradict a run or weights: the command of a new run with
+    them, and with those that were typed for `run` so far, in the values that it has saved."""
     typed = ["data_dir", *sorted(start_of(run)[0] & DEFAULTS.keys())] if saved else []
     before = {name: saved[name] for name in typed if saved.get(name) not in (None, "")}
     dropped = {"resume", "out_dir", "max_hours", *without}

@@ -204,9 +204,7 @@ def report(error: BaseException) -> int | None:
     elif exit_code is not None:
         text = f"error: {error}"
         if exit_code == DiskError.exit_code and signals.phase is not Phase.STARTING:
-            text += (
-                "; once this is fixed, --resume continues from the last checkpoint, if there is one"
-            )
+            text += "; once this is fixed, --resume continues from the last checkpoint, if any"
         print_error(text)
         tell_torchrun(text)
     return exit_code

@@ -81,8 +81,8 @@ def choose_out_dir(name: str, resume: bool) -> Path:
 
 
 def check_nothing_is_meant(lock: FolderLock, typed: dict):
-    """Raise UserError if --resume names no run, but something else that the user may mean. lock is
-    that of the folder named."""
+    """Raise UserError if the folder of lock, which --resume names, holds no checkpoint, and the
+    user may mean something else."""
     out_dir = lock.folder
     text = f"--out-dir {out_dir} holds no checkpoint to resume from"
     if checkpoints(out_dir):
@@ -121,8 +121,8 @@ def check_nothing_is_meant(lock: FolderLock, typed: dict):
 
 
 def start_of(out_dir: Path) -> tuple[set[str], str]:
-    """Return the names of the flags that were typed when the run in out_dir began, and since then
-    at a resume, and the command that began it. Skip what is damaged in its log."""
+    """Return the names of the flags that were typed for the run in out_dir, at its beginning or at
+    a resume, and the command that began it. Skip damaged lines of its log."""
     names: set[str] = set()
     line = ""
     with suppress(OSError), open(out_dir / LOG, "rb") as f:
