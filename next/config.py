@@ -1,0 +1,304 @@
+"""The flags of train_gpt2.py, each declared once. resolve decides their values."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from support.world import World
+
+from dataloader import GPT2_TOKENS
+from model import ComputeConfig, GPTConfig
+from support.checkpoint import Weights
+from support.cli import UserError, check_ranges, flag, make_parser, parse, spell
+from support.tokenizer import gpt2_tokenizer
+
+MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "nano")
+SCHEDULES = ("cosine", "constant", "wsd")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The flags of one run. The defaults suit GPT-2 124M, and RECIPES has those of other models.
+    A resumed run can't change a flag with `keep`: the network or its data would be others."""
+
+    model: str = flag("gpt2", "recipe (default: gpt2, or nano without a GPU)", True, MODELS)
+    out_dir: str = flag("", "folder of the run (default: out/NNN, a new one)")
+    resume: bool = flag(False, "continue the run in --out-dir (default: the newest in out/)")
+    auto_resume: bool = flag(False, "continue the run in --out-dir, or begin it if there is none")
+    init_from: str = flag("", "initial weights: a folder, a run, or a name on the hub", True)
+    seed: int = flag(1337, "seed of the weights, the data order and samples", True)
+    save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
+    keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # in case of damage
+    device: str = flag("", "cuda, cuda:1, cpu, mps, ... (default: the best)")
+    max_hours: float = flag(0.0, "save and stop after this many hours; 0: never")
+    deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)")
+
+    data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
+    shuffle: bool = flag(True, "reorder the sequences in each epoch", True)
+    seq_len: int = flag(1024, "tokens per sequence", True, min=1)
+    # As in the lecture.
+    batch_tokens: int = flag(2**19, "tokens per step, over all ranks (first run: 65536)", min=1)
+    # 20 batches, as in build-nanogpt's published curve.
+    eval_tokens: int = flag(10_485_760, "validation tokens (fewer without a GPU); 0: none")
+
+    n_layer: int = flag(12, "transformer blocks", True, min=1, group="network")
+    n_head: int = flag(12, "attention heads per block", True, min=1)
+    n_embd: int = flag(768, "channels of the residual stream", True, min=1)
+    dropout: float = flag(0.0, "probability of zeroing an activation", max=0.99)
+
+    # As in the lecture.
+    steps: int = flag(50, "steps (gpt2 without --data-dir: 240)", min=1, group="optimization")
+    # 375 million tokens, as in GPT-3.
+    warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
+    learning_rate: float = flag(
+        6e-4, "peak learning rate (with Muon, the default depends on --n-embd)"
+    )
+    schedule: str = flag("cosine", "learning rate after the warm-up", choices=SCHEDULES)
+    decay_to: float = flag(0.1, "final rate of cosine and wsd, as a fraction of the peak", max=1)
+    decay_share: float = flag(0.2, "wsd: the final decay, as a fraction of the steps", max=1)
+    weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
+    grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
+    beta1: float = flag(0.9, "AdamW's beta1 (0.8 with --muon); beta2 is 0.95", max=0.999)
+    muon: bool = flag(True, "Muon for the matrices of new weights; --no-muon: AdamW", True)
+
+    eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
+    log_every: int = flag(0, "steps per printed line; 0: 1/20 of the run")
+    hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
+    wandb: bool = flag(False, "also log to Weights & Biases, or to trackio")
+
+    num_samples: int = flag(1, "samples at each evaluation; 0: none", group="samples")
+    sample_tokens: int = flag(200, "maximum number of tokens per sample", min=1)
+    prompt: str = flag("", "text to continue (default: the start of a document)")
+    temperature: float = flag(0.8, "sampling temperature; 0: greedy")
+    top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
+
+    # Those that are True are on unless the device lacks them; without a GPU, --bf16 and --flash
+    # are measured.
+    tf32: bool = flag(True, "1: float32 products on tensor cores", group="speed-ups")
+    bf16: bool = flag(True, "2: bfloat16 where it is safe (autocast)")
+    compile: bool = flag(True, "3: torch.compile (default: on GPUs)")
+    flash: bool = flag(True, "4: attention in one fused kernel")
+    # A resumed run can't change pad_vocab, which sets tensor sizes in the optimizer's state.
+    pad_vocab: bool = flag(True, "5: 50,304 embedding rows, not 50,257", True)
+    fused: bool = flag(True, "6: AdamW in one kernel")
+    # On an H100, bf16_residual makes a compiled step of GPT-2 124M 5% faster.
+    bf16_residual: bool = flag(False, "bfloat16 residual stream (default: on GPUs)")
+    fp16: bool = flag(False, "float16, for GPUs without bfloat16")
+
+    micro_batch_size: int = flag(0, "sequences per pass; 0: what fits", group="memory")
+    recompute: bool = flag(False, "recompute blocks in backward, to save memory")
+    loss_chunk_tokens: int = flag(0, "compute the loss N tokens at a time; 0: all")
+
+    def __post_init__(self):
+        """Raise UserError if flags are out of range or contradict each other."""
+        check_ranges(self)
+        if 0 < self.warmup_steps >= self.steps:
+            raise UserError(
+                f"--warmup-steps {self.warmup_steps} must be below --steps {self.steps}"
+            )
+        if self.n_embd % self.n_head:
+            raise UserError(f"--n-head {self.n_head} must divide --n-embd {self.n_embd}")
+        if self.bf16 and self.fp16:
+            raise UserError("--bf16 and --fp16 conflict: add --no-bf16 or --no-fp16")
+        if self.bf16_residual and not self.bf16:
+            raise UserError("--bf16-residual needs --bf16: add it, or --no-bf16-residual")
+
+    def shape(self, vocab_size: int) -> GPTConfig:
+        return GPTConfig(vocab_size, **self.fields_of(GPTConfig))
+
+    def compute(self) -> ComputeConfig:
+        return ComputeConfig(**self.fields_of(ComputeConfig))
+
+    def fields_of(self, kind: type) -> dict:
+        names = [f.name for f in fields(kind) if f.name != "vocab_size"]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of matrix products (speed-up 2). Weights, sums and the loss stay float32."""
+        if self.fp16:
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def num_micro_batches(self, num_ranks: int) -> int:
+        """Return each rank's number of passes per step. Raise UserError if it is not whole."""
+        tokens_per_pass = self.micro_batch_size * self.seq_len * num_ranks
+        if self.batch_tokens % tokens_per_pass:
+            text = f"--batch-tokens {self.batch_tokens} is not a multiple of {tokens_per_pass}"
+            text += f" = --micro-batch-size {self.micro_batch_size} * --seq-len {self.seq_len}"
+            raise UserError(f"{text} * {num_ranks} ranks")
+        return self.batch_tokens // tokens_per_pass
+
+
+DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
+OF_COMMAND = ("out_dir", "resume", "auto_resume", "device", "max_hours")  # no run keeps these
+SPEED_UPS = ("tf32", "bf16", "compile", "flash", "fused", "bf16_residual", "fp16")
+# Flags that may change the last bits of a result, but not what is computed.
+INEXACT = (*SPEED_UPS, "micro_batch_size", "recompute", "loss_chunk_tokens", "deterministic")
+
+# Layers and channels: Radford et al. 2019, table 2. Heads: OpenAI's released models. Learning rates
+# and batch sizes are those of GPT-3 models of similar size (Brown et al. 2020, table 2.1). Those of
+# nano were chosen by its validation loss in the time of 700 steps.
+RECIPES: dict[str, dict] = {
+    "gpt2": {},  # 124M parameters
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024, "learning_rate": 3e-4},  # 355M
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280, "learning_rate": 2.5e-4},  # 774M
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600, "learning_rate": 2e-4},  # 1,558M
+    "nano": {"n_layer": 4, "n_head": 4, "n_embd": 128, "learning_rate": 4e-3},  # 1.3M
+}
+RECIPES["gpt2-xl"] |= {"batch_tokens": 2**20}
+RECIPES["nano"] |= {"seq_len": 64, "batch_tokens": 2048, "steps": 700, "warmup_steps": 50}
+RECIPES["nano"] |= {"schedule": "wsd", "decay_share": 0.8, "decay_to": 0.0}
+RECIPES["nano"] |= {"eval_every": 350, "eval_tokens": 262_144}
+
+# For --init-from: trained weights need a small rate and batch. nanoGPT finetunes with these.
+FINETUNE = {"learning_rate": 3e-5, "batch_tokens": 32_768, "muon": False}
+FINETUNE_NANO = {"learning_rate": 1e-3, "muon": False}  # measured: benchmarks/README.md
+
+# For models larger than nano without --data-dir: half a minute on an H100.
+FIRST_RUN = {"batch_tokens": 65_536, "steps": 240}
+STDLIB = "data/stdlib-"  # the folder of Python's source, with the tokenizer's name at the end
+
+
+def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
+    """Return the flags that were typed, by name, and the contents of the file of --config."""
+    parser = make_parser(TrainConfig, doc, RECIPES | {"--init-from": FINETUNE})
+    parser.add_argument("--config", help="a run's config.json: take its flags, where none is typed")
+    typed = parse(parser, argv)
+    file = typed.pop("config", None)
+    saved = read_config(Path(file)) if file else {}
+    if file and (typed.get("resume") or typed.get("auto_resume")):
+        raise UserError("--config is for a new run: a resumed one has its own flags")
+    if "model" in typed and saved.get("model", typed["model"]) != typed["model"]:
+        raise UserError(f"--model {typed['model']}: {file} has the flags of {saved['model']}")
+    return typed, saved
+
+
+def read_config(path: Path) -> dict:
+    """Return the flags and the machine in a config.json."""
+    try:
+        saved = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"--config {path} is not a run's config.json: {error}") from error
+    for name in saved.keys() - DEFAULTS.keys() - {"machine"}:
+        raise UserError(f"--config {path}: there is no flag {spell(name)}")
+    return saved
+
+
+def to_save(config: TrainConfig, machine: dict) -> dict:
+    """Return what a run's config.json and its checkpoints keep: its flags, and the machine."""
+    flags = {name: value for name, value in asdict(config).items() if name not in OF_COMMAND}
+    return flags | {"machine": machine}
+
+
+def to_take(saved: dict, device_name: str) -> dict:
+    """Return the saved flags that a run takes over: on another device not the speed-ups, which are
+    chosen anew."""
+    has_moved = saved.get("machine", {}).get("device", device_name) != device_name
+    dropped = {"machine", *OF_COMMAND, *(SPEED_UPS if has_moved else ())}
+    return {name: value for name, value in saved.items() if name not in dropped}
+
+
+def changes(saved: dict, now: dict) -> list[str]:
+    """Return lines about what differs from a checkpoint with `saved`, or [] if that is empty."""
+    lines = []
+    for name in sorted(now.keys() & saved.keys() - {"machine"}):
+        if now[name] != saved[name]:
+            remark = "; not bit for bit" if name in INEXACT else ""
+            lines.append(f"changed: {spell(name)} {now[name]}, was {saved[name]}{remark}")
+    for name, value in saved.get("machine", {}).items():
+        if now["machine"].get(name) != value:
+            text = f"changed: {name} {now['machine'].get(name)}, was {value}"
+            lines.append(f"{text}; not bit for bit")
+    return lines
+
+
+def resolve(  # noqa: C901  # one rule after the other
+    typed: dict, saved: dict, weights: Weights | None, world: World
+) -> TrainConfig:
+    """Return a run's flags: what was typed; else what is `saved` in the file of --config or the
+    checkpoint that is resumed; else what the rules below say for this device, for
+    the weights of --init-from, and for the model. Raise UserError if they contradict each other."""
+    given = saved | typed
+    device, on_gpu = world.device, world.device.type == "cuda"
+    shape = asdict(weights.shape) if weights else {}
+    is_small = shape["n_layer"] * shape["n_embd"] ** 2 < 1e6 if shape else not on_gpu
+    model = given.get("model", "nano" if is_small else "gpt2")
+    flags = DEFAULTS | {"model": model} | RECIPES[model]
+    flags |= {name: shape[name] for name in shape if name in flags} | given
+    # Each rule yields to what is given.
+    if not on_gpu:  # on a CPU, device.fastest decides about bf16 and flash
+        flags |= {"tf32": False, "bf16": False, "compile": False} | given
+    elif torch.cuda.get_device_capability(device) < (8, 0):  # a T4 or V100 emulates bfloat16
+        flags |= {"tf32": False, "bf16": False, "fp16": True} | given
+    if model == "nano" or not find_spec("triton"):  # for nano, compiling takes longer than it saves
+        flags |= {"compile": False} | given
+    if flags["fp16"]:
+        flags |= {"bf16": False} | given
+    if flags["init_from"] and model == "nano":  # the weights may have more positions than its batch
+        batch_tokens = max(flags["batch_tokens"], flags["seq_len"])
+        flags |= FINETUNE_NANO | {"batch_tokens": batch_tokens} | given
+    elif flags["init_from"]:
+        flags |= FINETUNE | given
+    elif not flags["data_dir"]:
+        flags |= {"prompt": "def "} | (FIRST_RUN if model != "nano" else {}) | given
+    if not flags["data_dir"]:
+        flags["data_dir"] = python_source(model, weights)
+    # Muon's products take 300 * n_layer * n_embd**3 FLOPs a step, however many tokens it has: for
+    # GPT-2 124M, half as many as those of 4,400 tokens.
+    if model != "nano" and flags["batch_tokens"] < 6 * flags["n_embd"]:
+        flags |= {"muon": False} | given
+    if flags["muon"]:
+        # With Muon, AdamW trains only embeddings and vectors, for which beta1 = 0.8 beat 0.9.
+        flags |= {"beta1": 0.8} | given
+        if not flags["init_from"]:
+            flags |= {"learning_rate": muon_learning_rate(flags["n_embd"])} | given
+    # A warm-up of 715 steps would fill most of a short run. The lecture warms up for a fifth of it.
+    flags |= {"warmup_steps": min(flags["warmup_steps"], flags["steps"] // 5)} | given
+    if not on_gpu and model != "nano":
+        # With 124M, 8192 tokens take half a minute on a CPU, and all of them would take hours.
+        size = flags["n_embd"] * (12 * flags["n_layer"] * flags["n_embd"] + GPT2_TOKENS)
+        flags |= {"eval_tokens": 8192 * max(1, 124_000_000 // size)} | given
+    # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
+    if on_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
+        flags |= {"bf16_residual": True} | given
+    if not typed.get("micro_batch_size"):
+        flags["micro_batch_size"] = first_micro_batch(flags, world)
+    config = TrainConfig(**flags)
+    config.num_micro_batches(world.size)  # raises if it is not whole
+    return config
+
+
+def python_source(model: str, weights: Weights | None) -> str:
+    """Return the folder for Python's source as tokens: those of existing weights or, for new large
+    models, GPT-2's, if its vocabulary is on this machine; they are GPT-2 in every way then."""
+    if weights:
+        name = weights.tokenizer.partition("-")[0] or "gpt2"
+    else:
+        has_gpt2 = Path(f"{STDLIB}gpt2").exists() or gpt2_tokenizer() is not None
+        name = "gpt2" if model != "nano" and has_gpt2 else "bpe"
+    return STDLIB + name
+
+
+def muon_learning_rate(n_embd: int) -> float:
+    """Return --muon's peak learning rate, measured at widths 128 to 512 (benchmarks/README.md)."""
+    return float(f"{8e-3 * min(1, 128 / n_embd) ** 0.8:.2g}")  # the measurements justify two digits
+
+
+def first_micro_batch(flags: dict, world: World) -> int:
+    """Return the micro-batch size to try first: the saved one, or 64 sequences on a GPU, as in the
+    lecture, or 4,096 tokens; at most that, since a step must be a whole number of passes."""
+    default = 64 if world.device.type == "cuda" else max(1, 4096 // flags["seq_len"])
+    num_sequences = max(1, flags["batch_tokens"] // (flags["seq_len"] * world.size))
+    B = min(flags["micro_batch_size"] or default, num_sequences)
+    return next(size for size in range(B, 0, -1) if num_sequences % size == 0)
+
+
+def check_kept(typed: dict, saved: dict):
+    """Raise UserError if a flag that was typed would make the saved run another one."""
+    for f in fields(TrainConfig):
+        if f.metadata["keep"] and typed.get(f.name, saved[f.name]) != saved[f.name]:
+            has = spell(f.name, saved[f.name])
+            raise UserError(f"{spell(f.name, typed[f.name])}: the run to resume has {has}")

@@ -1,0 +1,205 @@
+"""Byte-level BPE tokenizers in GPT-2's format, each made from the files of a folder.
+
+Data folders and checkpoints hold vocab.json and merges.txt, so neither needs another place. A
+tokenizer's name is "bytes", "gpt2", or "bpe-" with the first digits of the SHA-256 of its
+vocabulary, merges and end token.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from support.cli import UserError
+
+END_OF_TEXT = "<|endoftext|>"  # it precedes each document; the last id of bytes and of GPT-2
+OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+URLS = {"vocab.json": OPENAI + "encoder.json", "merges.txt": OPENAI + "vocab.bpe"}
+SHA256 = {  # as in tiktoken_ext/openai_public.py
+    "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+# GPT-2's pattern for the words that are encoded one by one, as rewritten in tiktoken for speed.
+WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# vocab.json is text, so each byte is written as a printable character: the one with the same number
+# or, if it is not printable, one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
+UNPRINTABLE = [*range(33), *range(127, 161), 173]
+ALPHABET = [chr(byte) for byte in range(256)]  # the character of each byte
+for i, byte in enumerate(UNPRINTABLE):
+    ALPHABET[byte] = chr(256 + i)
+BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
+NAMES = {  # of SHA-256
+    "5b5388827ac5e6cf479d22946ec0669ddd6bf3e967c7b798eac297010b921632": "bytes",
+    "9003f2b5e3eea78405bbab764305ed7dab3547f71605c0f321f55c4293d8d389": "gpt2",
+}
+
+
+class Tokenizer:
+    """A byte-level BPE, encoded by tiktoken. Without merges, each byte of UTF-8 is a token."""
+
+    def __init__(self, vocab: dict[str, int], merges: list[str], end: str = END_OF_TEXT):
+        """Take the contents of vocab.json and merges.txt. Raise ValueError or KeyError if they
+        aren't a byte-level BPE."""
+        self.vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
+        self.merges = merges
+        self.end = end
+        self.end_of_text = vocab[end]
+        self.size = max(vocab.values()) + 1  # ids are below it
+        if min(vocab.values()) < 0 or self.size > 1 << 16:
+            raise ValueError(f"has ids up to {self.size - 1}; shards hold 0 to {(1 << 16) - 1}")
+        if len({*vocab.values()}) < len(vocab):
+            raise ValueError("two tokens have the same id")
+        self.tokens = [b""] * self.size
+        # tiktoken merges in the order of ranks and returns ranks. Other ids have another order.
+        ranks: dict[bytes, int] = {}
+        ids: list[int] = []
+        merged = [*ALPHABET, *(merge.replace(" ", "", 1) for merge in merges)]
+        for token in merged:
+            content = self.tokens[vocab[token]] = bytes(map(BYTES.__getitem__, token))
+            if ranks.setdefault(content, len(ranks)) == len(ids):
+                ids.append(vocab[token])
+        self.ids = np.array(ids, np.uint16)  # by rank
+        for token in vocab.keys() - {*merged}:  # special ones, which may hold other characters
+            is_bytes = BYTES.keys() >= {*token}
+            content = bytes(map(BYTES.__getitem__, token)) if is_bytes else token.encode()
+            self.tokens[vocab[token]] = content
+        # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
+        self.lengths = np.zeros(1 << 16, np.int64)
+        self.lengths[: self.size] = [len(token) for token in self.tokens]
+        self.lengths[self.end_of_text] = 0
+        identity = json.dumps([self.vocab, merges, end]).encode()
+        self.sha256 = hashlib.sha256(identity).hexdigest()
+        self.name = NAMES.get(self.sha256, f"bpe-{self.sha256[:12]}")
+        if merges:
+            import tiktoken  # not at the top, because it takes 0.1 s
+
+            # Without any special token, tiktoken would look for an empty one at each character.
+            self.encoding = tiktoken.Encoding(
+                self.name, pat_str=WORD, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
+            )
+
+    def encode_bytes(self, text: bytes) -> np.ndarray:
+        """Return the tokens of text, uint16. Bytes that are not UTF-8 become U+FFFD if there are
+        merges. An end of text inside a text is ordinary text."""
+        if not self.merges:
+            return self.ids[np.frombuffer(text, np.uint8)]
+        ranks = self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
+        return self.ids[ranks]
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_bytes(text.encode()).tolist()
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens. Bytes that do not form a whole character become U+FFFD."""
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token. Padding ids beyond the last token have no bytes."""
+        return self.tokens[token] if token < len(self.tokens) else b""
+
+    def files(self, seq_len: int | None = None) -> dict[str, bytes]:
+        """Return the files that transformers.AutoTokenizer loads, by name."""
+        merges = "".join(f"{merge}\n" for merge in ["#version: 0.2", *self.merges])
+        config: dict = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
+        if self.name != "gpt2":
+            # Treat <|endoftext|> inside a text as ordinary text. OpenAI's GPT-2 does not.
+            config |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
+        if self.end != END_OF_TEXT:
+            config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.end)
+        return {
+            "vocab.json": json.dumps(self.vocab).encode(),  # with an indent it takes 0.2 s
+            "merges.txt": merges.encode(),
+            "tokenizer_config.json": json.dumps(config, indent=2).encode(),
+        }
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """Load the tokenizer in folder, if any. Raise UserError if it is of another kind."""
+    try:
+        if (folder / "tokenizer.json").exists():  # which AutoTokenizer prefers, too
+            vocab, merges = from_tokenizer_json(read_json(folder / "tokenizer.json"))
+        elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+            vocab = read_json(folder / "vocab.json")
+            merges = (folder / "merges.txt").read_text("utf-8").split("\n")
+            if merges[0].startswith("#version"):
+                del merges[0]
+            vocab |= read_json(folder / "added_tokens.json")
+        else:
+            return None
+        settings = read_json(folder / "tokenizer_config.json")
+        if settings.get("add_prefix_space"):
+            raise ValueError("add_prefix_space")
+        special = read_json(folder / "special_tokens_map.json")
+        ends = [found.get("eos_token") for found in (settings, special)]
+        ends = [end["content"] if isinstance(end, dict) else end for end in ends]
+        end = next((end for end in ends if end in vocab), END_OF_TEXT)
+        return Tokenizer(vocab, [merge for merge in merges if merge], end)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        raise UserError(f"the tokenizer in {folder} is not a byte-level BPE ({reason})") from error
+
+
+def from_tokenizer_json(content: dict) -> tuple[dict[str, int], list[str]]:
+    """Return vocabulary and merges of the file that Hugging Face's tokenizers write. Raise
+    ValueError if it has a setting that changes the tokens of a text."""
+    model, split = content["model"], content["pre_tokenizer"]
+    added = content.get("added_tokens", [])
+    keys = "normalizer", "dropout", "ignore_merges", "end_of_word_suffix", "add_prefix_space"
+    wrong = [key for key in keys if (content | model | split).get(key)]
+    wrong += [f"added token {token['content']!r}" for token in added if not token.get("special")]
+    if (model["type"], split["type"], split.get("use_regex", True)) != ("BPE", "ByteLevel", True):
+        wrong += [f"{model['type']} and {split['type']}"]
+    if wrong:
+        raise ValueError(", ".join(wrong))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return model["vocab"] | {token["content"]: token["id"] for token in added}, merges
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def bytes_tokenizer() -> Tokenizer:
+    return Tokenizer({char: byte for byte, char in enumerate([*ALPHABET, END_OF_TEXT])}, [])
+
+
+def gpt2_tokenizer(may_download: bool = False) -> Tokenizer | None:
+    """Return OpenAI's tokenizer from tiktoken's cache, or None if it is not there. If it may be
+    downloaded, download it instead, or raise UserError."""
+    folder = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
+    paths = [Path(folder, hashlib.sha1(url.encode()).hexdigest()) for url in URLS.values()]
+    if not may_download and not all(path.exists() for path in paths):
+        return None
+    from tiktoken.load import read_file_cached
+
+    try:
+        files = {name: read_file_cached(url, SHA256[name]) for name, url in URLS.items()}
+    except (OSError, ValueError) as error:  # no network, or a proxy's page instead
+        where = " and ".join(f"{url} as {name}" for name, url in URLS.items())
+        text = f"GPT-2's vocabulary can't be downloaded ({error!s:.200}): save {where}"
+        raise UserError(f"{text} in a folder, and name it with --tokenizer") from error
+    merges = files["merges.txt"].decode().splitlines()[1:]
+    return Tokenizer(json.loads(files["vocab.json"]), merges)
+
+
+def find_tokenizer(folder: Path, name: str) -> Tokenizer | None:
+    """Return the tokenizer whose files are in folder, or else the one with this name, or None if
+    it is not on this machine."""
+    if name == "bytes":
+        return bytes_tokenizer()
+    return read_tokenizer(folder) or (gpt2_tokenizer() if name == "gpt2" else None)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a BPE with up to vocab_size tokens on texts. The same texts give the same tokenizer."""
+    from tokenizers import ByteLevelBPETokenizer  # splits words by GPT-2's pattern
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size - 1, min_frequency=0, show_progress=False)
+    vocab, merges = from_tokenizer_json(json.loads(bpe.to_str()))
+    return Tokenizer(vocab | {END_OF_TEXT: len(vocab)}, merges)

@@ -1,0 +1,533 @@
+"""Train GPT-2 on token shards and save checkpoints, on one GPU, several GPUs or a CPU.
+python train_gpt2.py                                             # one GPU, or a CPU
+torchrun --standalone --nproc_per_node=8 train_gpt2.py           # eight GPUs
+python train_gpt2.py --resume --out-dir out/mine
+"""
+
+import os
+import signal
+import sys
+
+if __name__ == "__main__":
+    # Until the first step, Ctrl-C ends the process at once. Python's own handler would wait for the
+    # end of a connection to other ranks, or of a compilation. nohup's SIG_IGN stays.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A waiting OpenMP thread spins 300,000 times by default, which would take the core of another
+    # rank's thread. torch reads this variable once, when it is imported.
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import evaluate
+import torch
+from filelock import FileLock
+from support.world import DONE, INTERRUPTED, STOPPED, Stop, World, connected
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import config as flags
+from config import TrainConfig
+from dataloader import GPT2_TOKENS, ShardError, ShardLoader, TokenFolder, open_folder
+from model import GPT
+from support import checkpoint, device, folder
+from support.checkpoint import Weights
+from support.cli import RunError, UserError, spell
+from support.log import Log, draw, last_record
+from support.muon import MuonAdamW
+from support.tokenizer import Tokenizer, find_tokenizer
+
+STARTED_AT = time.monotonic()
+
+# ---- The speed-ups of the lecture ----------------------------------------------------------------
+#
+# 1 TF32             set_backends, below         4 flash attention    flash_attention in model.py
+# 2 BF16 autocast    autocast in device.py       5 padded vocabulary  num_rows in model.py
+# 3 torch.compile    speed_up, below             6 fused AdamW        make_optimizer, below
+#
+# Gradient accumulation is in train_step, DDP in speed_up and train_step.
+
+
+def set_backends(config: TrainConfig, world: World):
+    """Set torch's global switches. Call this before the first matrix product."""
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
+    # Make every CPU deterministic: compiled code would otherwise sum in a varying order.
+    on_cpu = world.device.type == "cpu"
+    device.set_determinism(config.deterministic or on_cpu, config.compile)
+    if config.compile:
+        device.tag_compiled_code(config.dtype)
+    if on_cpu and not config.recompute:  # kept memory has gaps, and who recomputes has little
+        device.keep_freed_memory()
+
+
+def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
+    """Return model wrapped in torch.compile and DDP, which share its parameters. We save, load
+    and sample the plain model, so that parameter names in checkpoints have no `_orig_mod.` or
+    `module.` prefix, and inputs of other shapes trigger no recompilation."""
+    net: nn.Module = model
+    if config.compile:
+        # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
+        net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
+    # Gradients that are views into DDP's buckets avoid a second copy in memory.
+    return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
+
+
+# ---- The optimizer and its learning rate ---------------------------------------------------------
+
+
+def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim.Optimizer:
+    """Return AdamW as in GPT-3 (Brown et al. 2020, appendix B). --muon uses Muon for matrices."""
+    # Don't decay layer-norm gains (they belong near 1) or biases (too few to matter).
+    decayed, others = model.decay_groups()
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, 0.95)
+    # Speed-up 6. With None instead of False, torch picks the fastest unfused implementation.
+    options: dict = {"lr": config.learning_rate, "betas": betas, "fused": config.fused or None}
+    if config.muon:
+        return MuonAdamW(groups, model.matrices(), config.bf16, world, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Return the learning rate for a step, counted from 0: a linear warm-up, then the schedule.
+    cosine and wsd (warm-up, stable, decay) end at decay_to * learning_rate."""
+    if step < config.warmup_steps:
+        # step + 1, because a rate of 0 would waste the first step
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)  # 0 .. 1
+        height = 0.5 * (1 + math.cos(math.pi * progress))  # 1 .. 0
+    elif config.schedule == "wsd":
+        longest = config.steps - config.warmup_steps
+        decay_steps = max(1, min(round(config.decay_share * config.steps), longest))
+        height = min(1, (config.steps - step) / decay_steps)  # 1, then linearly down to 0
+    else:
+        raise ValueError(f"--schedule {config.schedule} has no branch in learning_rate")
+    return config.learning_rate * (config.decay_to + (1 - config.decay_to) * height)
+
+
+# ---- A run and its state -------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """The run of this process: first the parts that stay the same, then those that change."""
+
+    config: TrainConfig
+    world: World
+    out_dir: Path
+    lock: FileLock | None  # of out_dir; only the main rank has it
+    machine: dict  # what affects the bits of a result besides the flags
+    data: TokenFolder
+    tokenizer: Tokenizer | None  # None if it is not on this machine
+    questions: list[evaluate.Question]
+    val_loader: ShardLoader
+    log: Log
+    net: nn.Module  # what the training loop calls: model, wrapped in torch.compile and DDP
+
+    model: GPT  # the plain module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # does nothing without --fp16
+    loader: ShardLoader  # of the training data
+    step: int = 0  # steps done
+    val_losses: dict[int, float] = field(default_factory=dict)  # by step
+
+    def state(self) -> dict:
+        """Return all that a resume needs besides the weights: tensors, numbers, strings, lists and
+        dicts. There is no RNG state, as all randomness depends only on the seed and step."""
+        return {
+            "step": self.step,
+            "position": self.loader.position,  # the loader's whole state
+            "optimizer": self.optimizer.state_dict()["state"],
+            "scaler": self.scaler.state_dict(),  # the loss scale of --fp16
+            "val_losses": self.val_losses,
+            "flags": flags.to_save(self.config, self.machine),
+            "data": self.data.fingerprint,
+        }
+
+    def restore(self, state: dict):
+        """Take over what state() returned. start() has used the flags, and compared the data."""
+        self.step = state["step"]
+        self.loader.position = state["position"]
+        checkpoint.load_optimizer(self.optimizer, state["optimizer"])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.val_losses = state["val_losses"]
+
+
+def save(run: Run):
+    """Compare the weights of all ranks, and write a checkpoint on the main rank."""
+    # The averaged loss would not show that a rank's weights have drifted, say on a faulty GPU.
+    # Integers sum without rounding, so that one different bit changes the sum.
+    weights = [p.detach() for p in run.model.parameters()]
+    bits = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights])
+    run.world.check_same("the weights", bits.tolist())
+    if not torch.stack([p.sum() for p in weights]).isfinite().all():
+        raise RunError(f"after step {run.step} the weights are not finite: nothing was saved")
+    run.world.together(write_checkpoint, run)
+
+
+def write_checkpoint(run: Run):
+    if run.world.is_main:
+        started = time.perf_counter()
+        # A background thread would have to copy everything first, to gain 2 s per 250 steps.
+        checkpoint.save(run.out_dir, run.model, run.state(), run.tokenizer, run.data.tokenizer)
+        checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
+        run.log.record(saved=run.step, save_s=time.perf_counter() - started)
+
+
+# ---- One step ------------------------------------------------------------------------------------
+
+
+class StepResult(NamedTuple):
+    loss: float  # mean over the step's tokens on all ranks, before the update
+    grad_norm: float  # before clipping
+    must_stop: bool  # whether any rank was asked to stop
+
+
+def train_step(run: Run, stop: Stop) -> StepResult:
+    """Take one step: forward and backward over batch_tokens tokens, then one update. If the loss or
+    the gradient is not finite, raise RunError on every rank before any weight changes. With
+    --fp16, if the gradient overflows, only skip the update."""
+    config, world = run.config, run.world
+    num_micro_batches = config.num_micro_batches(world.size)
+    if config.dropout:
+        # Reseed from (seed, step, rank), so that there is no generator state to save and restore.
+        torch.manual_seed(evaluate.random_seed(config.seed, run.step, world.rank))
+
+    loss_of_rank = torch.zeros((), device=world.device)
+    for i in range(num_micro_batches):
+        x, y = evaluate.to_device(run.loader.next_batch(), world.device)
+        # DDP averages the gradients during backward, but only the last micro-batch needs this. DDP
+        # decides in forward whether to average, so both passes must be inside the context.
+        with device.gradient_sync(run.net, enabled=i == num_micro_batches - 1):
+            with device.autocast(config.dtype, world.device):
+                # Divide, because backward adds up the gradients of all micro-batches.
+                loss = run.net(x, y) / num_micro_batches
+            run.scaler.scale(loss).backward()
+        loss_of_rank += loss.detach()
+    run.loader.prefetch()  # while the GPU computes
+
+    # With --fp16, the gradients are scaled up. Undo the scaling before taking their norm.
+    run.scaler.unscale_(run.optimizer)
+    # Log the norm even with --grad-clip 0: a jump in it often precedes divergence.
+    grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
+
+    # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
+    # sum, so every rank sees them. Only tolist() makes a step wait for the device. torch.full fills
+    # the tensor on the device, whereas torch.tensor would wait for a copy from the CPU.
+    stop_vote = torch.full((), float(bool(stop)), device=world.device)
+    votes = torch.stack([loss_of_rank, grad_norm.float(), stop_vote])
+    loss_sum, norm_sum, num_stop_votes = world.sum(votes).tolist()
+    mean_loss, mean_norm = loss_sum / world.size, norm_sum / world.size
+
+    # With --fp16 an overflow is normal: the scaler skips the update, and halves its scale.
+    may_overflow = config.fp16 and run.scaler.get_scale() > 1
+    if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or may_overflow):
+        run.loader.position -= config.batch_tokens // config.seq_len  # the step was not taken
+        save(run)
+        text = f"step {run.step + 1} has loss {mean_loss} and gradient norm {mean_norm}"
+        raise RunError(f"{text}: no update; step {run.step} is saved; lower --learning-rate")
+    # Set the rate at each step, because a scheduler object would be more state to save.
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(run.step, config)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)  # frees them; the next pass writes instead of adding
+    run.step += 1
+    return StepResult(mean_loss, mean_norm, num_stop_votes > 0)
+
+
+# ---- The loop ------------------------------------------------------------------------------------
+
+
+def train(run: Run, stop: Stop) -> int:
+    """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
+    config = run.config
+
+    def is_due(every: int) -> bool:  # 0: only at the beginning and the end
+        return run.step in (0, config.steps) or (every > 0 and run.step % every == 0)
+
+    # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
+    # repeats an evaluation that is due, because the previous process may have died during it.
+    must_stop = is_due(config.eval_every) and evaluate_now(run, stop)
+    is_first = True  # always printed: it shows that all is well, and how long steps take
+    while run.step < config.steps and not must_stop:
+        started = time.perf_counter()
+        result = train_step(run, stop)
+        log_every = config.log_every or math.ceil(config.steps / 20)
+        log_step(run, result, time.perf_counter() - started, is_first or is_due(log_every))
+        is_first = False
+
+        # Save before evaluating, so that no step is lost if the evaluation fails or is killed, and
+        # the checkpoint with the best validation loss is always on disk.
+        must_stop, eval_due = result.must_stop, is_due(config.eval_every)
+        if must_stop or eval_due or is_due(config.save_every):
+            save(run)
+        if eval_due and not must_stop:
+            must_stop = evaluate_now(run, stop)
+    if must_stop and not run.step:
+        return INTERRUPTED  # there is nothing to save
+    if must_stop:
+        run.log.print(f"stopped after step {run.step}, which is saved: --resume continues")
+        run.log.record(stopped=run.step)
+        return STOPPED
+    run.log.print(f"done: {run.step:,} steps; python sample.py {run.out_dir}")
+    run.log.record(done=run.step)
+    return DONE
+
+
+def log_step(run: Run, result: StepResult, seconds: float, is_printed: bool):
+    """Log a step. `seconds` does not include saving."""
+    config, step = run.config, run.step
+    tokens_per_s = config.batch_tokens / seconds
+    record = {
+        "step": step,
+        "loss": result.loss,
+        # None if the gradient overflowed float16, because JSON has no inf.
+        "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+        "learning_rate": learning_rate(step - 1, config),
+        "ms": 1000 * seconds,
+        "tokens_per_s": tokens_per_s,
+    }
+    text = (
+        f"step {step}/{config.steps} | loss {result.loss:.4f} | lr {record['learning_rate']:.2e} |"
+        f" norm {result.grad_norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s"
+    )
+    if run.world.device.type == "cuda":
+        record["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    peak = device.peak_tflops(run.machine["device"])
+    if peak:
+        tflops = tokens_per_s * run.model.flops_per_token() / run.world.size / 1e12
+        record["mfu"] = tflops / peak
+        text += f" | {tflops / peak:.0%} MFU"
+    run.log.step(record, text if is_printed else "")
+
+
+def evaluate_now(run: Run, stop: Stop) -> bool:
+    """Validate, answer questions and sample. Evaluations use their own loader and generator, so
+    they never change a run. Return whether any rank was asked to stop: then nothing is recorded,
+    and the resumed run repeats the evaluation."""
+    config, world, model = run.config, run.world, run.model
+    figures: dict[str, float] = {}
+    text = ""
+    if config.eval_tokens:
+        loader = run.val_loader
+        figures |= evaluate.validate(run.net, model, loader, run.tokenizer, config, world, stop)
+    if run.step or config.init_from:  # random weights would produce only noise
+        if run.questions:
+            figures |= evaluate.answers(model, run.questions, config.dtype, world, stop)
+        if run.tokenizer and world.is_main:
+            text = evaluate.samples(model, run.tokenizer, config, stop)
+    if any(world.gather(bool(stop))):
+        return True
+    if config.eval_tokens:
+        run.val_losses[run.step] = figures["val_loss"]
+    run.log.record(step=run.step, **figures, **({"sample": text} if text else {}))
+    run.log.print(f"after step {run.step}: {evaluate.format_metrics(figures)}")
+    if text:
+        run.log.print(f"sample after step {run.step}:\n{text}")
+    if world.is_main:
+        draw(run.out_dir, f"{config.model}, {config.steps:,} steps of {config.batch_tokens:,}")
+    return False
+
+
+# ---- The start, which is the same on every rank --------------------------------------------------
+
+
+def start(typed: dict, saved: dict, world: World) -> Run | None:
+    """Return a run that is ready to train, or None if it is complete. `saved` are the flags in the
+    file of --config. What may fail on a single rank is called by `together`, so that all end."""
+    out_dir = world.together(folder.find_run, typed)  # None for a new run
+    lock = path = None
+    state: dict = {}
+    if out_dir:
+        lock = world.together(folder.lock, out_dir, world)
+        path, state = world.together(checkpoint.load_newest, out_dir)
+        saved = state["flags"]
+        flags.check_kept(typed, saved)
+    name = device.device_name(world.device)
+    taken = flags.to_take(saved, name)
+    config, weights, data = world.together(read_inputs, typed, taken, path, world)
+    if state and state["data"] != data.fingerprint:
+        raise UserError(f"--data-dir {data.folder} holds other tokens than the run began with")
+    found = config, data.fingerprint, path, name
+    world.check_same("the flags, data, checkpoint or device", found)
+    if out_dir and state["step"] >= config.steps and "done" in last_record(out_dir):
+        if world.is_main:
+            print(f"already complete: {state['step']:,} steps are done; for more, add --steps")
+        return None
+
+    config, figures = device.choose(config, taken | typed, world)
+    set_backends(config, world)
+    model = world.together(make_model, config, data, weights).to(world.device)
+    device.check_causality(model, config.dtype, world.device)
+    tokenizer = find_tokenizer(data.folder, data.tokenizer)
+    size = model.config.vocab_size
+    questions = world.together(evaluate.open_questions, config.hellaswag, tokenizer, size)
+    net, config = build_net(model, config, typed, world)
+    if not out_dir:
+        lock = world.together(folder.make, config.out_dir, world)
+        out_dir = world.gather(Path(lock.lock_file).parent if lock else Path())[0]
+    B, T, seed = config.micro_batch_size, config.seq_len, config.seed if config.shuffle else None
+    run = Run(
+        config=config,
+        world=world,
+        out_dir=out_dir,
+        lock=lock,
+        machine=device.machine(world),
+        data=data,
+        tokenizer=tokenizer,
+        questions=questions,
+        val_loader=ShardLoader(data.val, B, T),
+        log=Log(out_dir, config, state.get("step", 0), world.is_main),
+        net=net,
+        model=model,
+        optimizer=make_optimizer(model, config, world),
+        scaler=torch.amp.GradScaler(world.device.type, enabled=config.fp16),
+        loader=ShardLoader(data.train, B, T, world.rank, world.size, seed),
+    )
+    if state:
+        run.restore(state)
+    print_start(run, saved if state else {}, figures)
+    return run
+
+
+def read_inputs(
+    typed: dict, saved: dict, path: Path | None, world: World
+) -> tuple[TrainConfig, Weights | None, TokenFolder]:
+    """Return the flags, the weights to start from (those of the checkpoint at path, if any), and
+    the data. Raise UserError or ShardError if they don't fit together."""
+    init_from = (saved | typed).get("init_from")
+    weights = checkpoint.find_weights(init_from) if init_from and not path else None
+    config = flags.resolve(typed, saved, weights, world)
+    if path:
+        weights = checkpoint.read_shape(path)
+    folder.make_python_source(Path(config.data_dir))
+    data = open_folder(Path(config.data_dir))
+    if weights:
+        weights.check_tokens(data)
+    for shards in (data.train, data.val):
+        ShardLoader(shards, 1, config.seq_len)  # raises if they are too short
+    return config, weights, data
+
+
+def make_model(config: TrainConfig, data: TokenFolder, weights: Weights | None) -> GPT:
+    """Return the network on the CPU, with random weights or those that the run starts from."""
+    vocab_size = weights.shape.vocab_size if weights else data.vocab_size
+    if not weights and config.model != "nano" and data.folder.name.startswith("stdlib-"):
+        vocab_size = GPT2_TOKENS  # to have GPT-2's size and speed
+    # With the same seed, every rank draws the same initial weights.
+    model = GPT(config.shape(vocab_size), config.compute(), config.seed)
+    if weights:
+        checkpoint.load_weights(model, weights.folder)
+    return model
+
+
+def build_net(
+    model: GPT, config: TrainConfig, typed: dict, world: World
+) -> tuple[nn.Module, TrainConfig]:
+    """Return the sped-up network, and the config with a micro-batch that fits in memory. If torch
+    can't compile the network, --compile is off, unless it was typed."""
+    if world.device.type == "cuda" and config.compile:
+        # Compiling for each size would take half a minute, and compiled code needs less memory.
+        config = device.fit(model, config, world)
+        if world.is_main:
+            print("compiling the network: half a minute the first time, 10 s after that")
+    net = speed_up(model, config, world)
+    try:
+        config = device.fit(net, config, world)
+    except device.CompileError as error:
+        if "compile" in typed:
+            raise UserError(
+                f"torch can't compile the network ({error}): add --no-compile"
+            ) from None
+        if world.is_main:
+            print(f"torch can't compile the network ({error}): going on without --compile")
+        return build_net(model, replace(config, compile=False), typed, world)
+    # After its first backward pass, DDP rebuilds its buckets and then sums in another order. Do
+    # this now, or a resumed run would differ from an uninterrupted one in the last bits.
+    for _ in range(2 if world.size > 1 else 0):
+        device.dummy_pass(net, config, world)
+    return net, config
+
+
+def print_start(run: Run, saved: dict, figures: str):
+    """Say what this run is, what was measured for it, and what has changed since the checkpoint
+    whose flags are `saved`; on the screen, in the log and in config.json."""
+    config, machine, loader, world = run.config, run.machine, run.loader, run.world
+    now = flags.to_save(config, machine)
+    run.log.record(flags=now, data=run.data.fingerprint, resumed=run.step, process=os.getpid())
+    num_epochs = config.steps * config.batch_tokens / (len(loader) * loader.T)
+    num_val = evaluate.num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
+    decayed, others = run.model.decay_groups()
+    num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
+    speed_ups = [spell(name)[2:] for name in flags.SPEED_UPS if getattr(config, name)]
+    lines = [
+        f"run: {run.out_dir}, {f'resumed after step {run.step:,}' if saved else 'new'}",
+        f"data: {run.data.folder}, {run.data.tokenizer}: {num_epochs:.2f} epochs of"
+        f" {len(loader) * loader.T:,} tokens; {num_val:,} tokens for validation",
+        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
+        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
+        f"optimizer: {'Muon for the matrices, AdamW for the rest' if config.muon else 'AdamW'}",
+        f"device: {world.size} x {machine['device']}, torch {machine['torch']}",
+        f"speed-ups: {', '.join(speed_ups) or 'none'}{figures}",
+        f"step: {config.batch_tokens:,} tokens, {world.size} ranks x"
+        f" {config.num_micro_batches(world.size)} passes x {loader.B} x {loader.T}",
+    ]
+    if num_epochs > 5:
+        lines.append(f"{num_epochs:.0f} epochs may be too many: watch the validation loss")
+    if not run.tokenizer:
+        lines.append(f"{run.data.tokenizer}'s vocabulary is not here: no samples, no bits per byte")
+    run.log.print("\n".join(lines + flags.changes(saved, now)))
+    if world.is_main:
+        (run.out_dir / "config.json").write_bytes(checkpoint.as_json(now))
+
+
+# ---- The program ---------------------------------------------------------------------------------
+
+
+def run_program(typed: dict, saved: dict, world: World) -> int:
+    """Train, and return the exit code. What a run holds is freed before the ranks disconnect."""
+    try:
+        run = start(typed, saved, world)
+        end_at = STARTED_AT + 3600 * typed["max_hours"] if typed.get("max_hours") else math.inf
+        return train(run, Stop(end_at)) if run else DONE
+    except (RunError, ShardError, OSError) as error:
+        return report(error)
+
+
+def report(error: Exception) -> int:
+    """Print an error whose reason is known in one line, and return the exit code. The main rank
+    prints what all ranks have."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or getattr(error, "is_of_one_rank", True):
+        where = f"rank {rank}: " if rank != "0" else ""
+        print(f"error: {where}{' '.join(str(error).split())}", file=sys.stderr)
+    return getattr(error, "exit_code", RunError.exit_code)
+
+
+@record  # torchrun shows the traceback of the rank that failed first
+def main(argv: list[str]) -> int:
+    try:
+        typed, saved = flags.read_flags(argv, __doc__ or "")
+        with connected(typed.get("device", "")) as world:
+            return run_program(typed, saved, world)
+    except UserError as error:
+        return report(error)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # type: ignore  # some can't show every character
+    sys.exit(main(sys.argv[1:]))
