@@ -20,7 +20,7 @@ check the shards of a complete one, repeat the command.
 
 import sys
 
-from support import ending
+from prepare import ending
 
 if __name__ == "__main__":
     ending.program = "prepare_data.py"
@@ -45,7 +45,14 @@ import numpy as np
 from filelock import Timeout
 from tqdm import tqdm
 
-from dataloader import (
+from prepare.cli import PathName, PathNames, command, flag, parse, quoted, spell
+from prepare.cores import num_cores
+from prepare.ending import DiskError, RunError, UserError, print_error
+from prepare.files import LOCK, FolderLock, rename, sync, whole_file
+from prepare.inputs import PIECE, Account, Reader, files_in, pieces, standard_library
+from prepare.log import is_terminal, show
+from prepare.run_folder import checkpoints
+from prepare.shards import (
     MANIFEST,
     TOKEN,
     UNFINISHED,
@@ -55,14 +62,7 @@ from dataloader import (
     read_manifest,
     shard_header,
 )
-from support.cli import PathName, PathNames, command, flag, parse, quoted, spell
-from support.cores import num_cores
-from support.ending import DiskError, RunError, UserError, print_error
-from support.files import LOCK, FolderLock, rename, sync, whole_file
-from support.inputs import PIECE, Account, Reader, files_in, pieces, standard_library
-from support.log import is_terminal, show
-from support.run_folder import checkpoints
-from support.tokenizer import FILES, TOKENIZERS, read_tokenizer, require_tokenizer, train_tokenizer
+from prepare.tokenizer import FILES, TOKENIZERS, read_tokenizer, require_tokenizer, train_tokenizer
 
 SYNONYMS = {"--out": "--data-dir", "--val-tokens": "--val-fraction"}
 SYNONYMS |= {"--verify": "the command that made the shards, repeated"}

@@ -1,56 +1,53 @@
 """Train GPT-2 on token shards and save checkpoints, on one GPU, several GPUs or a CPU.
 python train_gpt2.py                                             # one GPU, or a CPU
 torchrun --standalone --nproc_per_node=8 train_gpt2.py           # eight GPUs
-python train_gpt2.py --data-dir data/mine --out-dir out/mine --resume
+python train_gpt2.py --resume --out-dir out/mine
 """
 
-# `uv run train_gpt2.py` reads this and needs nothing else installed.
-# /// script
-# requires-python = ">=3.11"
-# dependencies = [
-#     "torch==2.13.0", "numpy==2.4.6", "tiktoken==0.14.0",
-#     "tqdm==4.70.1", "safetensors==0.8.0", "tokenizers==0.23.3",
-# ]
-# ///
-
 import os
+import signal
 import sys
+from contextlib import suppress
 
-from support import cores, ending
+import config as flags
+from support.cli import RunError, UserError, report, spell
 
 if __name__ == "__main__":
-    ending.guard_imports()
-
-# By default, a waiting OpenMP thread spins 300,000 times, which occupies a core. On an idle machine
-# this saves up to a fifth of a step. If other programs need the cores, it costs far more: with four
-# of them on two cores, a step of nano took 2,100 ms, and 380 ms with a lower count. torch reads
-# this variable once, when it is imported.
-if (os.environ.get("LOCAL_WORLD_SIZE") or "1") != "1" or cores.busy_share() > 0.25:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    with suppress(UserError):  # main() reports it
+        flags.read_flags(sys.argv[1:], __doc__)  # answers --help, before torch is imported
+    # Until the first step, Ctrl-C ends the process at once. Python's own handler would wait for the
+    # end of a connection to other ranks, or of a compilation. nohup's SIG_IGN stays.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A waiting OpenMP thread spins 300,000 times by default, which would take the core of another
+    # rank's thread. torch reads this variable once, when it is imported.
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import math
 import time
-from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from config import TrainConfig, read_flags
-from dataloader import ShardLoader
-from model import GPT
-from support import device, evaluate, fit, log, report, run_folder
-from support.cli import spell
-from support.ending import NumericalError, Phase, UserError, signals
-from support.files import FolderLock
+import evaluate
+from config import TrainConfig
+from dataloader import GPT2_TOKENS, ShardError, ShardLoader, TokenFolder, open_folder
+from model import GPT, ComputeConfig, GPTConfig
+from support import checkpoint, device, folder
+from support.checkpoint import Weights
+from support.log import Log, draw, find_tracker, last_record
 from support.muon import MuonAdamW
-from support.plan import Plan, check_can_save, check_files_agree, is_complete, make_plan
-from support.pretrained import formula_loss, load_weights, read_weights
-from support.ranks import World, check_ranks_agree, find_world, gradient_sync, process_group
-from support.run import Run, draw, finish, restore, save, stop, update_card, vote_to_stop
+from support.tokenizer import Tokenizer, find_tokenizer
+from support.world import DONE, INTERRUPTED, STOPPED, Stop, World, connected, ignore_signals
+
+STARTED_AT = time.monotonic()
 
 # ---- The speed-ups of the lecture ----------------------------------------------------------------
 #
@@ -69,10 +66,8 @@ def set_backends(config: TrainConfig, world: World):
     device.set_determinism(config.deterministic or on_cpu, config.compile)
     if config.compile:
         device.tag_compiled_code(config.dtype)
-    if on_cpu:
-        device.set_allocator(keep_freed=not config.recompute)
-    elif world.device.type == "cuda":
-        device.forbid_spilling(world.device)
+    if on_cpu and not config.recompute:  # kept memory has gaps, and who recomputes has little
+        device.keep_freed_memory()
 
 
 def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
@@ -80,19 +75,9 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
     and sample the plain model, so that parameter names in checkpoints have no `_orig_mod.` or
     `module.` prefix, and inputs of other shapes trigger no recompilation."""
     net: nn.Module = model
-    for name in ("chunked_loss", "loss"):
-        vars(model).pop(name, None)  # what an earlier call set below
     if config.compile:
         # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
-    if config.compile and config.loss_chunk_tokens:
-        # These alone change the plain model: without them, Inductor would compute all chunks'
-        # softmax in one kernel, with all logits in memory.
-        model.chunked_loss = torch.compiler.disable(model.chunked_loss)  # type: ignore
-        model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore
-    if torch.__version__.startswith("2.5."):
-        # Dynamo 2.5 can't split a graph with recomputed blocks at DDP's buckets; 2.6 can.
-        torch._dynamo.config.optimize_ddp = not config.recompute
     # Gradients that are views into DDP's buckets avoid a second copy in memory.
     return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
 
@@ -136,41 +121,108 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * (config.decay_to + (1 - config.decay_to) * height)
 
 
+# ---- A run and its state -------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """The run of this process: first the parts that stay the same, then those that change."""
+
+    config: TrainConfig
+    world: World
+    out_dir: Path
+    lock: FileLock | None  # of out_dir; only the main rank has it
+    machine: dict  # what affects the bits of a result besides the flags
+    data: TokenFolder
+    tokenizer: Tokenizer | None  # None if it is not on this machine
+    questions: list[evaluate.Question]
+    val_loader: ShardLoader
+    log: Log
+    net: nn.Module  # what the training loop calls: model, wrapped in torch.compile and DDP
+
+    model: GPT  # the plain module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # does nothing without --fp16
+    loader: ShardLoader  # of the training data
+    old_end: int = 0  # --steps of the process before
+    step: int = 0  # steps done
+    val_losses: dict[int, float] = field(default_factory=dict)  # by step
+
+    def state(self) -> dict:
+        """Return all that a resume needs besides the weights: tensors, numbers, strings, lists and
+        dicts. There is no RNG state, as all randomness depends only on the seed and step."""
+        return {
+            "step": self.step,
+            "position": self.loader.position,  # the loader's whole state
+            "optimizer": self.optimizer.state_dict()["state"],
+            "scaler": self.scaler.state_dict(),  # the loss scale of --fp16
+            "val_losses": self.val_losses,
+            "flags": flags.to_save(self.config, self.machine),
+            "data": self.data.fingerprint,
+        }
+
+    def restore(self, state: dict):
+        """Take over what state() returned. start() has used the flags, and compared the data."""
+        self.old_end = state["flags"]["steps"]
+        self.step = state["step"]
+        self.loader.position = state["position"]
+        checkpoint.load_optimizer(self.optimizer, state["optimizer"])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.val_losses = state["val_losses"]
+
+
+def save(run: Run):
+    """Compare the weights of all ranks, and write a checkpoint on the main rank."""
+    # The averaged loss would not show that a rank's weights have drifted, say on a faulty GPU.
+    # Integers sum without rounding, so that one different bit changes the sum.
+    weights = [p.detach() for p in run.model.parameters()]
+    bits = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights])
+    run.world.check_same("the weights", bits.tolist())
+    if not torch.stack([p.sum() for p in weights]).isfinite().all():
+        raise RunError(f"after step {run.step} the weights are not finite: nothing was saved")
+    run.world.together(write_checkpoint, run)
+
+
+def write_checkpoint(run: Run):
+    if run.world.is_main:
+        started = time.perf_counter()
+        # A background thread would have to copy everything first, to gain 2 s per 250 steps.
+        checkpoint.save(run.out_dir, run.model, run.state(), run.tokenizer, run.data.tokenizer)
+        checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
+        run.log.record(saved=run.step, save_s=time.perf_counter() - started)
+
+
 # ---- One step ------------------------------------------------------------------------------------
 
 
 class StepResult(NamedTuple):
     loss: float  # mean over the step's tokens on all ranks, before the update
     grad_norm: float  # before clipping
-    notice: str  # why there was no update; empty if there was one
+    must_stop: bool  # whether any rank was asked to stop
 
 
-def train_step(run: Run) -> StepResult:
+def train_step(run: Run, stop: Stop) -> StepResult:
     """Take one step: forward and backward over batch_tokens tokens, then one update. If the loss or
-    the gradient is not finite, raise NumericalError on every rank before any weight changes.
-    With --fp16, if the gradient overflows, only skip the update."""
+    the gradient is not finite, raise RunError on every rank before any weight changes. With
+    --fp16, if the gradient overflows, only skip the update."""
     config, world = run.config, run.world
-    num_micro_batches = config.num_micro_batches(run.loader.B, world.size)
+    num_micro_batches = config.num_micro_batches(world.size)
     if config.dropout:
         # Reseed from (seed, step, rank), so that there is no generator state to save and restore.
         torch.manual_seed(evaluate.random_seed(config.seed, run.step, world.rank))
 
     loss_of_rank = torch.zeros((), device=world.device)
-    started = time.perf_counter()
-    for i in log.progress(range(num_micro_batches), f"step {run.step + 1}", world.is_main):
-        ending.watchdog.reset()
+    for i in range(num_micro_batches):
         x, y = evaluate.to_device(run.loader.next_batch(), world.device)
         # DDP averages the gradients during backward, but only the last micro-batch needs this. DDP
         # decides in forward whether to average, so both passes must be inside the context.
-        with gradient_sync(run.net, enabled=i == num_micro_batches - 1):
+        with device.gradient_sync(run.net, enabled=i == num_micro_batches - 1):
             with device.autocast(config.dtype, world.device):
                 # Divide, because backward adds up the gradients of all micro-batches.
                 loss = run.net(x, y) / num_micro_batches
             run.scaler.scale(loss).backward()
         loss_of_rank += loss.detach()
-        if i == 1 and run.step == run.first_step:
-            device.wait(world.device)
-            report.warn_if_slow(run, (time.perf_counter() - started) / 2 * num_micro_batches)
     run.loader.prefetch()  # while the GPU computes
 
     # With --fp16, the gradients are scaled up. Undo the scaling before taking their norm.
@@ -181,381 +233,310 @@ def train_step(run: Run) -> StepResult:
     # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
     # sum, so every rank sees them. Only tolist() makes a step wait for the device. torch.full fills
     # the tensor on the device, whereas torch.tensor would wait for a copy from the CPU.
-    stop_vote = torch.full((), float(signals.received), device=world.device)
+    stop_vote = torch.full((), float(bool(stop)), device=world.device)
     votes = torch.stack([loss_of_rank, grad_norm.float(), stop_vote])
     loss_sum, norm_sum, num_stop_votes = world.sum(votes).tolist()
     mean_loss, mean_norm = loss_sum / world.size, norm_sum / world.size
-    run.must_stop = num_stop_votes > 0
 
-    notice = ""
-    if math.isfinite(mean_loss) and math.isfinite(mean_norm):
+    # With --fp16 an overflow is normal: there is no update, and the scaler halves its scale.
+    may_overflow = config.fp16 and run.scaler.get_scale() > 1
+    if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or may_overflow):
+        run.loader.position -= config.batch_tokens // config.seq_len  # the step was not taken
+        save(run)
+        text = f"step {run.step + 1} has loss {mean_loss} and gradient norm {mean_norm}"
+        raise RunError(f"{text}: no update; step {run.step} is saved; lower --learning-rate")
+    if math.isfinite(mean_norm):
         # Set the rate at each step, because a scheduler object would be more state to save.
         for group in run.optimizer.param_groups:
             group["lr"] = learning_rate(run.step, config)
         run.scaler.step(run.optimizer)
-    elif config.fp16 and math.isfinite(mean_loss) and run.scaler.get_scale() > 1:
-        # This is normal: the initial scale is too high, and later the scaler retries higher ones.
-        notice = "no update: the gradient overflowed float16, so the loss scale is halved"
-    else:
-        raise_not_finite(run, mean_loss, mean_norm, float(loss_of_rank))
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # frees them; the next pass writes instead of adding
     run.step += 1
-    return StepResult(mean_loss, mean_norm, notice)
-
-
-def raise_not_finite(run: Run, loss: float, grad_norm: float, loss_of_rank: float):
-    """Save the run as it was before this step, then raise NumericalError."""
-    config = run.config
-    # All ranks saw the same sums, so every rank gets here and collectives still work.
-    losses = run.world.gather(loss_of_rank)
-    ranks = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
-    # The weights were not updated, so they are good. Rewind the loader so that no step is lost.
-    end = run.loader.position
-    run.loader.position -= config.batch_tokens // config.seq_len
-    if run.saved_step != run.step:
-        save(run)
-    where = f" (not finite on rank {', '.join(ranks)})" if ranks else ""
-    text = (
-        f"step {run.step + 1} gave loss {loss}{where}"
-        f" and gradient norm {grad_norm}, on sequences {run.loader.position:,} to {end - 1:,}:"
-        f" no update; step {run.step} is saved"
-    )
-    cure = f"begin a new run with a --learning-rate below {config.learning_rate}"
-    if len(run_folder.checkpoints(run.out_dir)) > 1:
-        cure += f", or remove step_{run.step:06d}, whose weights would give the same loss again,"
-        cure += " and repeat with --resume and a lower rate"
-    if run.step == 0:
-        cure = "the weights are the initial ones, so look at the network, its loss and the data"
-    if math.isfinite(loss) and run.world.device.type == "cuda" and config.flash:
-        # cuDNN's attention was the cause in kyutai-labs/pocket-tts#264.
-        cure += "; if that does not help, try TORCH_CUDNN_SDPA_DEPRIORITIZED=1, which avoids cuDNN"
-    run.world.end_all(NumericalError(f"{text}; {cure}"))
+    return StepResult(mean_loss, mean_norm, num_stop_votes > 0)
 
 
 # ---- The loop ------------------------------------------------------------------------------------
 
 
-def train(run: Run) -> int:
+def train(run: Run, stop: Stop) -> int:
     """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
     config = run.config
-    if config.init_from and run.saved_step < 0:
-        save(run)  # so that a short run can convert other formats
-    vote_to_stop(run)  # a signal may have come since the checkpoint was loaded
+
+    def is_due(every: int) -> bool:  # 0: only at the beginning and the end
+        return run.step in (0, config.steps) or (every > 0 and run.step % every == 0)
+
     # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
     # repeats an evaluation that is due, because the previous process may have died during it.
-    evaluate_if_due(run)
-    while run.step < config.steps and not run.must_stop:
-        signals.phase = Phase.UNSAVED  # from here on, a signal waits for the step and its save
+    eval_due = is_due(config.eval_every) or run.step == run.old_end
+    must_stop = eval_due and evaluate_now(run, stop)
+    is_first = True  # always printed: it shows that all is well, and how long steps take
+    while run.step < config.steps and not must_stop:
         started = time.perf_counter()
-        result = train_step(run)
-        log_step(run, result, time.perf_counter() - started)
+        result = train_step(run, stop)
+        log_every = config.log_every or math.ceil(config.steps / 20)
+        log_step(run, result, time.perf_counter() - started, is_first or is_due(log_every))
+        is_first = False
 
         # Save before evaluating, so that no step is lost if the evaluation fails or is killed, and
         # the checkpoint with the best validation loss is always on disk.
-        save_due = is_due(run.step, config.save_every, config.steps)
-        eval_due = is_due(run.step, config.eval_every, config.steps)
-        if run.must_stop or save_due or eval_due:
+        must_stop, eval_due = result.must_stop, is_due(config.eval_every)
+        if must_stop or eval_due or is_due(config.save_every):
             save(run)
-        evaluate_if_due(run)
-    if run.must_stop and signals.phase is Phase.STARTING:  # nothing is saved
-        raise KeyboardInterrupt  # Python has dropped the first one, or only another rank got one
-    if run.must_stop:
-        return stop(run)
-    finish(run)
-    return ending.DONE
+        if eval_due and not must_stop:
+            must_stop = evaluate_now(run, stop)
+    if must_stop and not run.step:
+        run.log.print("stopped before the first step: there is nothing to save")
+        return INTERRUPTED
+    if must_stop:
+        run.log.print(f"stopped after step {run.step}, which is saved: --resume continues")
+        run.log.record(stopped=run.step)
+        return STOPPED
+    run.log.print(f"done: {run.step:,} steps; python sample.py {run.out_dir}")
+    run.log.record(done=run.step)
+    return DONE
 
 
-def is_due(step: int, every: int, last_step: int) -> bool:
-    """Return whether an action is due: every `every` steps (0: never), and after the last step."""
-    return step == last_step or (every > 0 and step % every == 0)
-
-
-def log_step(run: Run, result: StepResult, seconds: float):
-    """Log a step, and print a line if one is due. `seconds` does not include saving."""
+def log_step(run: Run, result: StepResult, seconds: float, is_printed: bool):
+    """Log a step. `seconds` does not include saving."""
     config, step = run.config, run.step
-    run.log.recent_seconds.append(seconds)
-    tokens_per_s = config.batch_tokens / seconds
-    tflops = tokens_per_s * run.model.flops_per_token() / run.world.size / 1e12
-    # If a step seems faster than products alone, the machine was busy when those were measured.
-    run.environment["matmul_tflops"] = max(tflops, run.environment["matmul_tflops"])
-    record = {
-        "step": step,
-        "loss": result.loss,
-        # None if the gradient overflowed float16, because JSON has no inf.
-        "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-        "learning_rate": learning_rate(step - 1, config),
-        "ms": 1000 * seconds,
-        "tokens_per_s": tokens_per_s,
-        "tflops": tflops,
-        # Fraction of this device's measured matmul rate, for devices without a published peak.
-        "matmul_share": tflops / run.environment["matmul_tflops"],
-        "peak_mib": device.peak_memory_mib(run.world.device),
-    }
+    rate, tokens_per_s = learning_rate(step - 1, config), config.batch_tokens / seconds
     text = (
-        f"step {step}/{config.steps} | loss {result.loss:.4f} | lr {record['learning_rate']:.2e} |"
-        f" norm {result.grad_norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s |"
-        f" {record['matmul_share']:.0%} of matmul"
+        f"step {step}/{config.steps} | loss {result.loss:.4f} | lr {rate:.2e} |"
+        f" norm {result.grad_norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s"
     )
-    peak = device.peak_tflops(run.environment["device_name"])
+    record: dict = {"step": step, "loss": result.loss, "learning_rate": rate}
+    # None if the gradient overflowed float16, because JSON has no inf.
+    record["grad_norm"] = result.grad_norm if math.isfinite(result.grad_norm) else None
+    record |= {"ms": 1000 * seconds, "tokens_per_s": tokens_per_s}
+    if run.world.device.type == "cuda":
+        record["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    peak = device.peak_tflops(run.machine["device"])
     if peak:
-        record["mfu"] = tflops / peak
-        text += f", {tflops / peak:.0%} MFU"
-    text += f" | {run.log.time_left(config.steps - step)} left"
-    if result.notice:
-        record["notice"] = result.notice
-        text += f" | {result.notice}"
-    run.log.record(**record)
-    # Always print a process's first step: it shows that all is well and how long a run will take.
-    is_first = step == run.first_step + 1
-    log_every = config.log_every or math.ceil(config.steps / 20)
-    line_is_due = is_first or result.notice or is_due(step, log_every, config.steps)
-    run.log.print_step(text, bool(line_is_due))
-    if log.is_drawn(step, config.steps):
-        run.losses[step] = result.loss
+        flops_per_s = tokens_per_s * run.model.flops_per_token() / run.world.size
+        record["mfu"] = flops_per_s / 1e12 / peak
+        text += f" | {record['mfu']:.0%} MFU"
+    run.log.step(record, text if is_printed else "")
 
 
-def evaluate_if_due(run: Run):
-    """Validate, sample and answer questions before the first step, after the last, and every
-    eval_every steps. Evaluations use their own loader and generator, so they never change a run.
-    A stop signal cuts an evaluation short, and the resumed run repeats it."""
-    config, world, tokenizer = run.config, run.world, run.data.tokenizer
-    repeats_last = run.began_at_old_end and run.step == run.first_step
-    due = run.step == 0 or repeats_last or is_due(run.step, config.eval_every, config.steps)
-    if run.must_stop or not due:
-        return
+def evaluate_now(run: Run, stop: Stop) -> bool:
+    """Validate, answer questions and sample. Evaluations use their own loader and generator, so
+    they never change a run. Return whether any rank was asked to stop: then nothing is recorded,
+    and the resumed run repeats the evaluation."""
+    config, world, model = run.config, run.world, run.model
+    figures: dict[str, float] = {}
+    text = ""
     if config.eval_tokens:
-        figures = evaluate.validate(run.net, run.model, run.val_loader, tokenizer, config, world)
-        vote_to_stop(run)
-        if run.must_stop:
-            return
-        # Record only saved steps, so that the best one is on disk. A nan can't be the best loss.
-        if run.saved_step == run.step and math.isfinite(figures["val_loss"]):
-            run.val_losses[run.step] = figures["val_loss"]
-            update_card(run)
+        loader = run.val_loader
+        figures |= evaluate.validate(run.net, model, loader, run.tokenizer, config, world, stop)
+    if run.step or config.init_from:  # random weights would produce only noise
+        if run.questions:
+            figures |= evaluate.answers(model, run.questions, config.dtype, world, stop)
+        if run.tokenizer and world.is_main:
+            text = evaluate.samples(model, run.tokenizer, config, stop)
+    if any(world.gather(bool(stop))):
+        return True
+    if config.eval_tokens:
+        run.val_losses[run.step] = figures["val_loss"]
+    if figures:
         run.log.record(step=run.step, **figures)
-        run.log.print(f"validation after step {run.step}: {evaluate.format_metrics(figures)}")
-        report.warn_if_overfitting(run)
-    if run.step == 0 and not config.init_from:
-        return  # random weights would produce only noise
-    if config.num_samples:
-        text = evaluate.samples(run.model, tokenizer, config) if world.is_main else ""
-        vote_to_stop(run)
-        if run.must_stop:
-            return
+        run.log.print(f"after step {run.step}: {evaluate.format_metrics(figures)}")
+    if text:
         run.log.record(step=run.step, sample=text)
         run.log.print(f"sample after step {run.step}:\n{text}")
-    if run.questions:
-        shares = evaluate.answers(run.model, run.questions, config, world)
-        vote_to_stop(run)
-        if run.must_stop:
-            return
-        run.log.record(step=run.step, **shares)
-        run.log.print(f"questions after step {run.step}: {evaluate.format_metrics(shares)}")
-    draw(run)
-    vote_to_stop(run)  # the other ranks wait for the drawing here, not in a step that is timed
+    if world.is_main:
+        draw(run.out_dir, f"{config.model}, {config.steps:,} steps of {config.batch_tokens:,}")
+    return False
 
 
-# ---- Starting: the main rank makes the plan, then all ranks act ----------------------------------
+# ---- The start, which is the same on every rank --------------------------------------------------
 
 
-def make_model(plan: Plan, world: World) -> GPT:
-    """Return the network on the CPU, with random weights or the weights in plan.start."""
-    config = plan.config
-    # With the same seed, every rank draws the same initial weights.
-    model = GPT(config.shape(plan.vocab_size), config.compute_config(), config.seed)
-    if plan.start:
-        load_weights(model, plan.pretrained or world.call_on_all(read_weights, plan.start))
-        check_ranks_agree(model, plan.state["step"] if plan.state else 0, world)
-    return model
-
-
-def fit_micro_batch(model: GPT, plan: Plan, world: World) -> tuple[nn.Module, int]:
-    """Return the sped-up network, and --micro-batch-size or the largest size that fits. Raise
-    CompileError if the network can't be compiled."""
-    config = plan.config
-    if config.compile and world.is_main:
-        log.show("compiling the network: about half a minute the first time, 10 s after that")
-    for B in fit.micro_batch_sizes(model, config, world, plan.state):
-        net = world.call_on_all(speed_up, model, config, world)  # DDP may run out of memory
-        if fit.pass_fits(net, B, config, world):
-            return net, B
-        del net
-        torch.compiler.reset()  # frees the compiled code
-    raise fit.does_not_fit(config)
-
-
-def build_net(model: GPT, plan: Plan, typed: dict, world: World) -> tuple[Plan, nn.Module, int]:
-    """Return the plan, the sped-up network and its micro-batch size. If torch can't compile the
-    network on some rank, the plan is one without --compile, unless the user typed that."""
-    try:
-        return plan, *fit_micro_batch(model, plan, world)
-    except fit.CompileError as error:
-        failure = str(error)
-    # We are outside the except, where the error would keep the failed network in memory.
-    if "compile" in typed:
-        raise UserError(f"--compile fails ({failure}): add --no-compile")
-    torch.compiler.reset()
-    reasons = {flag: reason for flag, reason in plan.reasons.items() if flag != "--compile"}
-    reasons["--no-compile"] = f"torch can't compile the network ({failure})"
-    plan = plan._replace(config=replace(plan.config, compile=False), reasons=reasons)
-    return plan, *fit_micro_batch(model, plan, world)
-
-
-def set_up(typed: dict, lock: FolderLock, world: World) -> Run | None:
-    """Return a run that is ready to train, or None if it is already complete. call_on_main calls a
-    function on the main rank and returns its result on every rank. The rest runs on every rank."""
-    out_dir = lock.folder
-    plan = world.call_on_main(make_plan, typed, out_dir, lock, world)
-    config, data, state = plan.config, plan.data, plan.state
-    check_files_agree(plan, world)
-    if world.call_on_main(is_complete, plan, out_dir):
-        if state and world.is_main:
-            show_complete(state["step"], config.steps)
+def start(typed: dict, saved: dict, world: World) -> Run | None:
+    """Return a run that is ready to train, or None if it is complete. `saved` are the flags in the
+    file of --config. What may fail on a single rank is called by `together`, so that all end."""
+    out_dir, lock, path, state = open_run(typed, world)  # nothing for a new run
+    saved = state.get("flags", saved)
+    name = device.device_name(world.device)
+    taken = flags.to_take(saved, name)
+    config, weights, data = world.together(read_inputs, typed, taken, path, world)
+    found = config, data.fingerprint, path, name
+    world.check_same("the flags, data, checkpoint or device", found)
+    if state and state["data"] != data.fingerprint:
+        raise UserError(f"--data-dir {data.folder} holds other tokens than the run began with")
+    if out_dir and state["step"] >= config.steps and "done" in last_record(out_dir):
+        if world.is_main:
+            print(f"already complete: {state['step']:,} steps are done; for more, add --steps")
         return None
-    learning_rate(config.warmup_steps, config)  # raises if the schedule has no branch
 
-    # Build the network, and find a micro-batch that fits.
+    config, figures = device.choose(config, taken | typed, world)
     set_backends(config, world)
-    model = make_model(plan, world)
-    world.call_on_main(check_can_save, model, plan, out_dir)
-    world.call_on_main(run_folder.begin, out_dir, lock, plan.is_new)
-    if typed.get("resume") and not state and world.is_main:
-        log.show(f"{out_dir} holds no checkpoint to resume from, so a new run begins")
-    model.to(world.device)
-    plan, net, B = build_net(model, plan, typed, world)
-    config = plan.config
-
-    world.call_on_main(lock.check)
-    # Start Weights & Biases before the log, so that a failure comes before anything is logged.
-    wandb_run = None
-    if config.wandb:
-        wandb_run = world.call_on_all(log.start_wandb, out_dir, asdict(config), world.is_main)
-    T, rank, size = config.seq_len, world.rank, world.size
+    model = world.together(make_model, config, data, weights).to(world.device)
+    device.check_causality(model, config.dtype, world.device)
+    net, config = build_net(model, config, typed, world)
+    tokenizer = world.together(find_tokenizer, data.folder, data.tokenizer)
+    size = model.config.vocab_size
+    questions = world.together(evaluate.open_questions, config.hellaswag, tokenizer, size)
+    if not out_dir:
+        lock = world.together(folder.make, config.out_dir, world)
+        out_dir = world.gather(Path(lock.lock_file).parent if lock else Path())[0]
+    world.together(checkpoint.check_space, out_dir, model, config.keep)
+    B, T, seed = config.micro_batch_size, config.seq_len, config.seed if config.shuffle else None
     run = Run(
         config=config,
         world=world,
         out_dir=out_dir,
         lock=lock,
-        log=log.Log(lock, world.is_main, wandb_run),
-        environment=device.environment(world.device, world.size, config.dtype)
-        | {"formula": formula_loss()},
+        machine=device.machine(world),
         data=data,
-        val_loader=ShardLoader(data.val, B, T, rank, size),
-        questions=plan.questions,
+        tokenizer=tokenizer,
+        questions=questions,
+        val_loader=ShardLoader(data.val, B, T),
+        log=Log(out_dir, config, state.get("step", 0), world.is_main),
         net=net,
         model=model,
         optimizer=make_optimizer(model, config, world),
         scaler=torch.amp.GradScaler(world.device.type, enabled=config.fp16),
-        loader=ShardLoader(data.train, B, T, rank, size, config.seed if config.shuffle else None),
+        loader=ShardLoader(data.train, B, T, world.rank, world.size, seed),
     )
-    if state and plan.start:
-        restore(run, plan.start, state)
-    # After its first backward pass, DDP rebuilds its buckets and then sums in another order. Do
-    # this now, or a resumed run would differ from an uninterrupted one in the last bits.
-    for _ in range(2 if world.size > 1 else 0):
-        fit.dummy_pass(net, B, config, world)
-    report.print_start(run, typed, plan.reasons, state)
-    if state and 0 < run.step < config.steps:
-        report.warn_if_rate_jumps(run, last_rate(state, config), learning_rate(run.step, config))
+    if state:
+        run.restore(state)
+    record_start(run, saved if state else {}, figures)
     return run
 
 
-def show_complete(num_done: int, num_steps: int):
-    more = f"to continue training, add --steps {2 * num_done}"
-    log.show(f"already complete: {num_done:,} steps are done, and --steps is {num_steps:,}; {more}")
+def open_run(typed: dict, world: World) -> tuple[Path | None, FileLock | None, Path | None, dict]:
+    """Return the folder of the run to continue, its lock, its newest checkpoint and the state in
+    that; or nothing for a new run."""
+    out_dir = world.gather(world.together(folder.find_run, typed))[0]
+    if not out_dir:
+        return None, None, None, {}
+    lock = world.together(folder.lock, out_dir, world)
+    path, state = world.together(checkpoint.load_newest, out_dir)
+    flags.check_kept(typed, state["flags"])
+    return out_dir, lock, path, state
 
 
-def last_rate(state: dict, config: TrainConfig) -> float:
-    """Return the learning rate of the last step before a checkpoint, by the flags it was saved
-    with."""
-    saved = {name: state["config"][name] for name in asdict(config) if name in state["config"]}
-    return learning_rate(state["step"] - 1, replace(config, **saved))
+def read_inputs(
+    typed: dict, saved: dict, path: Path | None, world: World
+) -> tuple[TrainConfig, Weights | None, TokenFolder]:
+    """Return the flags, the weights to start from (those of the checkpoint at path, if any), and
+    the data. Raise UserError or ShardError if they don't fit together."""
+    init_from = (saved | typed).get("init_from")
+    weights = checkpoint.find_weights(init_from) if init_from and not path else None
+    config = flags.resolve(typed, saved, weights, world)
+    if path:
+        weights = checkpoint.read_shape(path)
+    folder.make_python_source(Path(config.data_dir))
+    data = open_folder(Path(config.data_dir))
+    if weights:
+        weights.check_tokens(data)
+    if config.wandb:
+        find_tracker()  # raises if there is none
+    for shards in (data.train, data.val):
+        ShardLoader(shards, 1, config.seq_len)  # raises if they are too short
+    return config, weights, data
 
 
-def evaluate_only(typed: dict, world: World) -> int:
-    """Evaluate a run, or the weights of --init-from. Print the result and write nothing."""
-    out_dir = Path(typed.get("out_dir", ""))
-    if "init_from" not in typed:
-        out_dir = world.call_on_main(run_folder.choose_out_dir, typed.get("out_dir", ""), True)
-    # One evaluation is too short for compiling to pay off.
-    plan = world.call_on_main(make_plan, typed | {"compile": False}, out_dir, None, world)
-    check_files_agree(plan, world)
-    set_backends(plan.config, world)
-    model = make_model(plan, world).to(world.device)
-    text = evaluate.evaluate_weights(model, plan.data, plan.questions, plan.config, world)
-    if any(world.gather(signals.received)):
-        raise KeyboardInterrupt  # Python has dropped the first one, so the evaluation was cut short
-    if world.is_main:
-        log.show("\n".join([*plan.data.notes, f"{plan.start}: {text}"]))
-    return ending.DONE
+def make_model(config: TrainConfig, data: TokenFolder, weights: Weights | None) -> GPT:
+    """Return the network on the CPU, with random weights or those that the run starts from."""
+    vocab_size = weights.shape.vocab_size if weights else data.vocab_size
+    if not weights and config.model != "nano" and data.folder.name.startswith("stdlib-"):
+        vocab_size = GPT2_TOKENS  # to have GPT-2's size and speed
+    # With the same seed, every rank draws the same initial weights.
+    shape = GPTConfig(**{"vocab_size": vocab_size} | config.fields_of(GPTConfig))
+    model = GPT(shape, ComputeConfig(**config.fields_of(ComputeConfig)), config.seed)
+    if weights:
+        checkpoint.load_weights(model, weights.folder)
+    return model
 
 
-def run_program(typed: dict) -> int:
-    device.check_torch(torch.__version__)
-    world = find_world(dict(os.environ), torch.cuda.device_count(), typed.get("device", "auto"))
-    if world.device.type == "cuda":
-        device.check_gpu(world.device)
-    with process_group(world):
-        # With different commands, ranks would wait forever; different devices round differently.
-        command = {spell(f.name): typed.get(f.name, "not typed") for f in fields(TrainConfig)}
-        world.check_same(command | {"the processor or GPU": device.rounding(world.device)})
-        try:
-            if typed.get("eval_only"):
-                return evaluate_only(typed, world)
-            return set_up_and_train(typed, world)
-        except Exception as error:
-            fit.check_memory(error, bool(typed.get("eval_only")))
-            raise
-
-
-def set_up_and_train(typed: dict, world: World) -> int:
-    # This is a separate function so that run and its DDP are freed before the process group ends.
-    name, resume = typed.get("out_dir", ""), typed.get("resume", False)
-    lock = FolderLock(world.call_on_main(run_folder.choose_out_dir, name, resume))
-    if resume:
-        world.call_on_main(run_folder.check_nothing_is_meant, lock, typed)
-    run = None
-    try:
-        run = set_up(typed, lock, world)
-        return train(run) if run else ending.DONE
-    except Exception as error:
-        lock.check()  # raises DiskError if the folder was moved, which explains the error
-        if run:
-            with suppress(OSError, ValueError):  # the disk may be full, or the log closed
-                run.log.record(failed=f"{type(error).__name__}: {error!s:.300}")
-        raise
-    finally:
+def build_net(
+    model: GPT, config: TrainConfig, typed: dict, world: World
+) -> tuple[nn.Module, TrainConfig]:
+    """Return the sped-up network, and the config with a micro-batch that fits in memory. If torch
+    can't compile the network, --compile is off, unless it was typed."""
+    if world.device.type == "cuda" and config.compile:
+        # Compiling for each size would take half a minute, and compiled code needs less memory.
+        config = device.fit(model, config, world)
         if world.is_main:
-            run_folder.leave(lock.folder)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the program and return its exit code. Only a bug or a hang shows a traceback."""
-    ending.program = "train_gpt2.py"
-    device.set_environment()
+            print("compiling the network: half a minute the first time, 10 s after that")
+    net = speed_up(model, config, world)
     try:
-        typed = read_flags(sys.argv[1:] if argv is None else argv, __doc__ or "")
+        config = device.fit(net, config, world)
+    except device.CompileError as error:
+        if "compile" in typed:
+            raise UserError(f"--compile fails: {error}; add --no-compile") from error
+        if world.is_main:
+            print(f"torch can't compile the network ({error}): going on without --compile")
+        return build_net(model, replace(config, compile=False), typed, world)
+    # After its first backward pass, DDP rebuilds its buckets and then sums in another order. Do
+    # this now, or a resumed run would differ from an uninterrupted one in the last bits.
+    for _ in range(2 if world.size > 1 else 0):
+        device.dummy_pass(net, config, world)
+    return net, config
+
+
+def record_start(run: Run, saved: dict, figures: str):
+    """Write config.json and the first record of the log, and print what this run is, what was
+    measured for it, and what has changed since the checkpoint whose flags are `saved`."""
+    config, machine, loader, size = run.config, run.machine, run.loader, run.world.size
+    now = flags.to_save(config, machine)
+    names = {"data": run.data.fingerprint, "tokenizer": run.data.tokenizer}
+    run.log.record(flags=now, **names, resumed=run.step, process=os.getpid())
+    if run.world.is_main:
+        (run.out_dir / "config.tmp").write_bytes(checkpoint.as_json(now))
+        os.replace(run.out_dir / "config.tmp", run.out_dir / "config.json")
+    num_epochs = config.steps * config.batch_tokens / (len(loader) * loader.T)
+    num_val = evaluate.num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
+    decayed, others = run.model.decay_groups()
+    num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
+    speed_ups = [spell(name)[2:] for name in flags.SPEED_UPS if getattr(config, name)]
+    lines = [
+        f"run: {run.out_dir}, {f'resumed after step {run.step:,}' if saved else 'new'}",
+        f"data: {run.data.folder}, {run.data.tokenizer}: {num_epochs:.2f} epochs of"
+        f" {len(loader) * loader.T:,} tokens; {num_val:,} tokens for validation",
+        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
+        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
+        f"optimizer: {'Muon for the matrices, AdamW for the rest' if config.muon else 'AdamW'}",
+        f"device: {size} x {machine['device']}, torch {machine['torch']}",
+        f"speed-ups: {', '.join(speed_ups) or 'none'}{figures}",
+        f"step: {config.batch_tokens:,} tokens, {size} ranks x {config.num_micro_batches(size)}"
+        f" passes x {loader.B} x {loader.T}",
+        *flags.changes(saved, now),
+    ]
+    if num_epochs > 5:
+        lines.append(f"{num_epochs:.0f} epochs may be too many: watch the validation loss")
+    if not run.tokenizer:
+        lines.append(f"{run.data.tokenizer}'s vocabulary is not here: no samples, no bits per byte")
+    run.log.print("\n".join(lines))
+
+
+# ---- The program ---------------------------------------------------------------------------------
+
+
+def run_program(typed: dict, saved: dict, world: World) -> int:
+    """Train, and return the exit code. What a run holds is freed before the ranks disconnect."""
+    try:
+        run = start(typed, saved, world)
+        end_at = STARTED_AT + 3600 * typed["max_hours"] if typed.get("max_hours") else math.inf
+        return train(run, Stop(end_at)) if run else DONE
+    except (RunError, ShardError, OSError) as error:
+        return report(error)
+
+
+@record  # torchrun shows the traceback of the rank that failed first
+def main(argv: list[str]) -> int:
+    try:
+        typed, saved = flags.read_flags(argv, __doc__ or "")
+        with connected(typed.get("device", "")) as world:
+            return run_program(typed, saved, world)
     except UserError as error:
-        if ending.is_main_rank():  # every rank gets the same error
-            ending.print_error(f"error: {error}")
-        ending.tell_torchrun(f"error: {error}")
-        return error.exit_code
-    try:
-        with signals:
-            if typed.get("max_hours"):
-                signals.end_at = ending.STARTED_AT + 3600 * typed["max_hours"]
-            return run_program(typed)
-    except (Exception, KeyboardInterrupt) as error:
-        exit_code = ending.report(error)
-        if exit_code is None:
-            raise
-        return exit_code
-    finally:
-        signals.end_at = math.inf
-        ending.watchdog.stop()
+        return report(error)
 
 
 if __name__ == "__main__":
-    ending.ignore_signals()
-    sys.exit(main())
+    sys.stdout.reconfigure(errors="replace")  # type: ignore  # some can't show every character
+    exit_code = main(sys.argv[1:])
+    ignore_signals()  # a late one must not change the exit code
+    sys.exit(exit_code)

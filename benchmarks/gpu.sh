@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure everything that needs a GPU, in seven parts:
-#   1  what the tests promise, on this GPU (tests/test_cuda.py), and the doctor's ten lines
+#   1  what the tests promise, on this GPU (tests/test_cuda.py)
 #   2  the speed-ups with GPT-2 124M, one round: losses, tokens per second, memory (ladder.py)
 #   3  build-nanogpt, nanoGPT and llm.c beside this program, from the folders that are set (peers.py)
 #   4  a killed and resumed run beside an uninterrupted one, bit for bit (resume.py)
@@ -15,8 +15,7 @@
 #   TINY=1 benchmarks/gpu.sh               # nano's sizes, to try it without a GPU
 #
 # Parts 2, 5, 6 and 7 go on where they were cut off; the others begin again. Results go to
-# benchmarks/results after each run, and into the tables of benchmarks/README.md; what was printed
-# goes to out/gpu. If OUT is set, $OUT/gpu.tgz holds all of it, renewed every 15 seconds, so that
+# benchmarks/results after each run; what was printed goes to out/gpu. If OUT is set, $OUT/gpu.tgz holds all of it, renewed every 15 seconds, so that
 # little is lost if the machine is taken away in the middle of a part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -56,7 +55,7 @@ else
 fi
 
 part_1() {
-    "$python" benchmarks/doctor.py
+    "$python" -m torch.utils.collect_env
     # A warning of another version of a library is no reason to stop here.
     "$python" -m pytest tests/test_cuda.py -v -W default --durations=10
 }
@@ -86,7 +85,7 @@ part_5() {
 }
 
 train_long() { # name flags
-    "$python" train_gpt2.py "${long[@]}" "${@:2}" --resume --out-dir "$here/$1" || return
+    "$python" train_gpt2.py "${long[@]}" "${@:2}" --auto-resume --out-dir "$here/$1" || return
     mkdir -p "benchmarks/results/gpu-$1"
     cp "$here/$1/log.jsonl" "benchmarks/results/gpu-$1"
 }
@@ -122,6 +121,5 @@ for part in $parts; do
         echo "part $part is not done: $here/part-$part.txt" >&2
         failed=1
     fi
-    "$python" benchmarks/tables.py || failed=1
 done
 exit $failed

@@ -26,7 +26,6 @@ from argparse import Namespace
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 import ladder_report as report
@@ -106,9 +105,8 @@ def train(flags: dict) -> dict:
 def read_log(run: plot.Run) -> dict:
     """Return what a rung needs of a run's log: times in ms, losses in nats per token."""
     found = {name: list(run.values[name].values()) for name in ("ms", "loss", "grad_norm")}
-    found["environment"] = run.start["environment"]
-    found["peak_mib"] = max(peak or 0 for peak in run.values["peak_mib"].values())
-    found["matmul_share"] = median(list(run.values["matmul_share"].values())[WARM_UP:])
+    found["environment"] = machine.environment(run.start)
+    found["peak_mib"] = max(run.values["peak_mib"].values(), default=0)
     return found
 
 
@@ -168,7 +166,7 @@ class Ladder:
         print(f"{name}: {command(flags)}", file=sys.stderr, flush=True)
         run = train(flags)
         if "environment" in run:
-            now = machine.environment(run.pop("environment"))
+            now = run.pop("environment")
             keys = ("device", "device_name", "driver", "torch", "commit", "changed")
             machine.check_same(self.content.setdefault("environment", now), now, *keys)
         return run

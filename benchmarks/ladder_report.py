@@ -70,7 +70,6 @@ def rows(content: dict) -> list[dict]:
         row["tokens/s"] = f"{speed(rung):,.0f}"
         row["x before"] = f"{speed(rung) / speed(before):.2f}"
         row["x base"] = f"{speed(rung) / speed(base):.2f}"
-        row["of matmul"] = f"{mean(run['matmul_share'] for run in rung['runs']):.0%}"
         row["MiB"] = f"{max(run['peak_mib'] for run in rung['runs']):,.0f}"
         row["difference"] = small(rung["difference"]["loss"]) if "difference" in rung else ""
         if not is_beyond(rung["name"]):

@@ -84,9 +84,11 @@ def driver() -> str:
     return output("nvidia-smi", *query).partition("\n")[0]
 
 
-def environment(logged: dict) -> dict:
-    """Return the environment that train_gpt2.py logged, plus what else a result depends on."""
-    cpu = cpu_name()
+def environment(start: dict) -> dict:
+    """Return the machine in the first record of a run's log, plus what else a result depends on."""
+    logged, cpu = dict(start["flags"]["machine"]), cpu_name()
+    device = logged.pop("device")
+    logged |= {"device": "cuda" if num_gpus() else "cpu", "device_name": device}
     changed = output("git", "-C", str(REPO), "diff", "--name-only", "HEAD", "--", "*.py").split()
     return logged | {
         # "changed" lists the programs that differ; "-dirty" would also mean an edited README.md
@@ -131,7 +133,7 @@ def run_quietly(command: list) -> tuple[int, str]:
 
 def error_line(code: int, errors: str) -> str:
     """Return the line that says why a run of train_gpt2.py failed."""
-    lines = re.findall(r"train_gpt2\.py: (?:error: )?(.+)|^([\w.]*Error: .+)", errors, re.M)
+    lines = re.findall(r"^error(?: on rank \d+)?: (.+)|^([\w.]*Error: .+)", errors, re.M)
     return "".join(lines[-1]) if lines else f"exit code {code}, without a message"
 
 

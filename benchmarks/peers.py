@@ -205,8 +205,7 @@ def compare(args: Namespace, names: list[str], content: dict, work: Path) -> Pat
             done[name] = run(name, args, work)
             if not path:  # the first run was ours, and tells the environment
                 log = (work / OURS / "out/log.jsonl").read_text(encoding="utf-8")
-                environment = json.loads(log.partition("\n")[0])["environment"]
-                content["environment"] = machine.environment(environment)
+                content["environment"] = machine.environment(json.loads(log.partition("\n")[0]))
                 path = machine.new_path("peers", content["environment"]["device_name"], "gpt2")
             machine.save(path, content)
     return path

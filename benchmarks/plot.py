@@ -5,8 +5,8 @@
     python benchmarks/plot.py out/sweep --csv sweep.csv       # the table, for other programs
     python benchmarks/plot.py out/124M --against reference    # is my loss normal? In words
 
-For several runs a table shows what differs: flags, validations, time, and, under "model.py", the
-loss of a small test network, which an edit of that file changes. Runs that differ only in --seed
+For several runs a table shows what differs: flags, validations and time. Runs that differ only in
+--seed
 share a colour, and another table has their means and standard deviations. A repetition with the
 same seed has a colour of its own. A run may still be training. Losses are in nats per token, so
 only runs with the same tokenizer are drawn together.
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def flags(self) -> dict:
-        return self.start["flags"]
+        return {name: value for name, value in self.start["flags"].items() if name != "machine"}
 
     @property
     def tokenizer(self) -> str:
@@ -119,10 +119,6 @@ def read_run(folder: str) -> Run:
     for record in filter(None, records):
         if "flags" in record:
             run.start = record
-            # Two runs may differ only by an edit of model.py, which changes this loss.
-            environment = record.get("environment")
-            formula = environment.get("formula", "") if type(environment) is dict else ""
-            record["flags"]["model.py"] = str(formula)
         step = record.get("step")
         if "ms" in record and step <= max(run.values["ms"], default=0):
             # The run was resumed from an earlier step: forget what it did after that.
@@ -221,7 +217,7 @@ def comparison(run: Run, references: list[dict]) -> list[str]:
 
 def differing_flags(runs: list[Run]) -> list[str]:
     flags = dict.fromkeys(name for run in runs for name in run.flags)  # an older log has fewer
-    hidden = ("out_dir", "resume", "device", "eval_only", "max_hours")  # of one command
+    hidden = ("out_dir", "resume", "device", "eval_only", "max_hours")  # of one command, up to 1.0
     return [
         name
         for name in flags

@@ -25,7 +25,12 @@ STEPS, SAVE_EVERY, KILL_AT = 12, 4, 6
 
 def command(folder: Path, flags: list[str]) -> list:
     line = [f"--steps={STEPS}", f"--save-every={SAVE_EVERY}", "--eval-every=0", "--num-samples=0"]
-    line += ["--resume", f"--out-dir={folder}", "--batch-tokens=131072", "--eval-tokens=131072"]
+    line += [
+        "--auto-resume",
+        f"--out-dir={folder}",
+        "--batch-tokens=131072",
+        "--eval-tokens=131072",
+    ]
     return [sys.executable, machine.TRAIN, "--model=gpt2", *line, *flags]
 
 
@@ -66,13 +71,12 @@ def compare(flags: list[str]) -> dict:
         train_until_killed(resumed, flags)
         train(resumed, flags)
         a, b = losses(whole), losses(resumed)
-        environment = plot.read_run(str(whole)).start["environment"]
         return {
             "flags": flags,
             "same_weights": weights(whole) == weights(resumed),
             "same_losses": a == b and len(a) == STEPS,
             "difference": max(abs(a[step] / b[step] - 1) for step in a),
-            "environment": machine.environment(environment),
+            "environment": machine.environment(plot.read_run(str(whole)).start),
         }
 
 

@@ -44,7 +44,6 @@ COLUMNS = {  # of the table: the figure of a run, and how it is written
     "sequences in a pass": ("micro_batch_size", "{:,.0f}"),
     "ms": ("ms", "{:,.1f}"),
     "tokens/s": ("tokens_per_s", "{:,.0f}"),
-    "of matmul": ("matmul_share", "{:.0%}"),
     "MFU": ("mfu", "{:.0%}"),
     "MiB": ("peak_mib", "{:,.0f}"),
 }
@@ -106,12 +105,11 @@ def train(run: dict, choices: dict[str, bool]) -> dict:
         choices = {name: is_on for name, is_on in choices.items() if name != "bf16"}
     switches = [f"--{name}" if is_on else f"--no-{name}" for name, is_on in choices.items()]
     command = [sys.executable, machine.TRAIN, *switches, *run["flags"]]
-    command += ["--resume"] if Path(run["folder"], "log.jsonl").exists() else []
-    code, errors = machine.run_quietly([*command, f"--out-dir={run['folder']}"])
+    code, errors = machine.run_quietly([*command, "--auto-resume", f"--out-dir={run['folder']}"])
     if code == 0:
-        return figures(plot.read_run(run["folder"]))
+        return figures(plot.read_run(run["folder"]), {name_of(flag) for flag in run["flags"]})
     why = machine.error_line(code, errors)
-    if code == DIVERGED:
+    if "gradient norm" in why:
         return {"state": "diverged", "why": why}
     if machine.is_out_of_memory(code, why):
         return {"state": "does not fit", "why": why}
@@ -121,23 +119,23 @@ def train(run: dict, choices: dict[str, bool]) -> dict:
     raise ValueError(f"{shlex.join(run['flags'])}: {why}")
 
 
-def figures(run: plot.Run) -> dict:
-    """Return what a run measured."""
+def figures(run: plot.Run, typed: set[str]) -> dict:
+    """Return what a run measured. `typed` are the flags that it was given."""
     steps, losses = run.series("val_loss")
     curve = {"tokens": run.x("tokens", steps).tolist(), "val_loss": losses.tolist()}
-    found = {"state": "done", "environment": machine.environment(run.start["environment"])}
-    found |= {"micro_batch_size": run.start["micro_batch_size"], "curve": curve}
+    found = {"state": "done", "environment": machine.environment(run.start)}
+    found |= {"micro_batch_size": run.flags["micro_batch_size"], "curve": curve}
     for name in ("val_loss", "bits_per_byte"):
         found[name] = next(reversed(run.series(name)[1].tolist()), None)
-    for name in ("ms", "tokens_per_s", "matmul_share", "mfu"):
+    for name in ("ms", "tokens_per_s", "mfu"):
         values = run.series(name)[1].tolist()[machine.WARM_UP :]
         found[name] = median(values) if values else None
     found["peak_mib"] = max(run.series("peak_mib")[1].tolist(), default=None)
-    typed = {*run.start.get("typed", MEASURED)}
-    if "bf16_residual" in typed:
-        typed.add("bf16")
-    is_measured = run.start["environment"]["device"] == "cpu" and not run.flags.get("fp16")
-    names = [name for name in MEASURED if is_measured and name not in typed]
+    is_measured = found["environment"]["device"] == "cpu" and not typed & {
+        "--fp16",
+        "--bf16-residual",
+    }
+    names = [name for name in MEASURED if is_measured and f"--{name}" not in typed]
     return found | {"choices": {name: run.flags[name] for name in names}}
 
 

@@ -1,9 +1,1 @@
-"""What train_gpt2.py, prepare_data.py and sample.py use. Each of them imports this first."""
-
-import sys
-
-if sys.version_info < (3, 11):  # noqa: UP036
-    cure = "make .venv with another one, such as python3.12 -m venv .venv"
-    sys.stderr.write("error: Python " + sys.version.split()[0] + " is too old, use 3.11 or later: ")
-    sys.stderr.write(cure + "\n")
-    sys.exit(2)
+"""What stands behind train_gpt2.py, evaluate.py, sample.py and prepare_data.py."""

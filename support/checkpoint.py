@@ -1,89 +1,131 @@
-"""Checkpoints: their format, and how to write, verify, read and rotate them.
+"""Checkpoints: how they are written, verified, read and rotated; and GPT-2s of Hugging Face.
 
 A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model:
     config.json             the shape of the network
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
-    generation_config.json  the token that ends a text
     vocab.json, merges.txt, tokenizer_config.json      the tokenizer, if it is known
-    optimizer.safetensors   the optimizer's state: PARAMETER.exp_avg, ...
-    state.json              everything else that a resume needs: see state_of in run.py
+    training.safetensors    the tensors of Run.state(), by their paths in it: optimizer/state/0/...
+    state.json              all that is no tensor in Run.state()
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
-    README.md               a model card for people; it has no digest, so that they can edit it
 
-We write it as step_000250.tmp, sync it, and rename it, so a checkpoint is complete or absent.
-"""
+It is written as step_000250.tmp, synced, and renamed, so it is complete or absent."""
 
 import hashlib
 import json
 import os
+import re
 import shutil
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config import TrainConfig
-from model import GPT
-from support import pretrained
-from support.card import CARD, model_card
-from support.ending import DiskError, NoGoodCheckpoint, UserError, print_error
-from support.files import FolderLock, did_you_mean, open_regular, read_small, rename, sync
-from support.run_folder import SUMS, checkpoints, step_of
-from support.tokenizer import Tokenizer, as_json, load_tokenizer
+from dataloader import GPT2_TOKENS, TokenFolder
+from model import GPT, GPTConfig
+from support.cli import RunError, UserError
+from support.tokenizer import Tokenizer, find_tokenizer, read_tokenizer
 
-FORMAT = 4  # of state.json
-STATE = {"step": int, "position": int, "micro_batch_size": int, "scaler": dict, "losses": dict}
-STATE |= {"val_losses": dict, "environment": dict, "tokenizer": str, "data": str}
-ENVIRONMENT = ("torch", "threads", "ranks", "device_name")  # what a resume compares
-WEIGHTS = ("config.json", "model.safetensors")  # all that sampling and --init-from need
-FOR_RESUME = (*WEIGHTS, "optimizer.safetensors", "state.json", SUMS)
+SUMS = "SHA256SUMS"
+WEIGHTS = ("config.json", "model.safetensors")
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
+UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # old files' masks; copy of wte
+WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
+# A field of GPTConfig -> its name in config.json
+HF_SHAPE = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+HF_SHAPE["seq_len"] = "n_positions"
+HF_SETTINGS = {  # the values in config.json that we support, with the default first
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names for one function
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "tie_word_embeddings": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "n_inner": (None,),
+}
+OURS = "train_gpt2"  # the key of config.json for GPTConfig's fields and the tokenizer's name
 
 
-class DamagedCheckpoint(UserError):
-    """A checkpoint file is missing, or does not match its digest."""
+class Damaged(Exception):
+    """A file of a checkpoint is missing, or has another SHA-256."""
 
 
-def save(lock: FolderLock, model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> Path:
-    """Write a checkpoint into the locked folder and return its path, or raise DiskError."""
-    lock.check()
-    path = lock.folder / f"step_{state['step']:06d}"
-    unfinished = path.with_name(f"{path.name}.tmp")
-    tokenizer = load_tokenizer(state["tokenizer"])
-    files = tokenizer.files(model.config.seq_len) if tokenizer else {}
-    settings = pretrained.hf_config(model.config, state["tokenizer"])
-    end_of_text = {name: settings[name] for name in ("bos_token_id", "eos_token_id")}
-    files["config.json"], files["generation_config.json"] = as_json(settings), as_json(end_of_text)
-    files["state.json"] = as_json({"format": FORMAT} | state)
-    files[CARD] = model_card(model, state).encode()
+# ---- Writing -------------------------------------------------------------------------------------
+
+
+def save(out_dir: Path, model: GPT, state: dict, tokenizer: Tokenizer | None, name: str):
+    """Write the checkpoint of state["step"] into out_dir, or raise RunError. `name` is the
+    tokenizer's, which may not be on this machine."""
+    path = out_dir / f"step_{state['step']:06d}"
+    unfinished = path.with_suffix(".tmp")
+    tensors, rest = flatten(state)
     try:
-        unfinished.mkdir()  # without parents, which would bring back a folder that was moved
-        for name, content in files.items():
-            (unfinished / name).write_bytes(content)
-        save_file(pretrained.hf_weights(model), unfinished / "model.safetensors", {"format": "pt"})
-        save_file(optimizer_tensors(model, optimizer), unfinished / "optimizer.safetensors")
-        for file in unfinished.glob("*.safetensors"):  # save_file lets only the owner read them
-            with suppress(OSError):  # some file systems do not support modes
-                shutil.copymode(unfinished / "state.json", file)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        (unfinished / "state.json").write_bytes(as_json(rest))
+        save_file(tensors, unfinished / "training.safetensors")
+        save_weights(unfinished, model, tokenizer, name)
+        for large in unfinished.glob("*.safetensors"):  # save_file lets only the owner read them
+            shutil.copymode(unfinished / "state.json", large)
         with ThreadPoolExecutor() as pool:  # to process both large files at once
             lines = list(pool.map(sync_and_sum, sorted(unfinished.iterdir())))
-        sums = [line for line in lines if not line.endswith(f" {CARD}\n")]
-        (unfinished / SUMS).write_bytes("".join(sums).encode())
+        (unfinished / SUMS).write_bytes("".join(lines).encode())
         sync_and_sum(unfinished / SUMS)
-        sync(unfinished)
-        lock.check()
-        if path.exists():  # a damaged checkpoint, which the resume skipped
-            remove(path)
+        sync_folder(unfinished)
+        if path.exists():  # it is damaged, or the run would have resumed from it
+            shutil.rmtree(path)
         rename(unfinished, path)
-        sync(lock.folder)
+        sync_folder(out_dir)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise DiskError(f"{path} can't be written: {error}") from error
-    return path
+        raise RunError(f"{path} can't be written: {error}; those before are whole") from error
+
+
+def save_weights(folder: Path, model: GPT, tokenizer: Tokenizer | None, name: str):
+    """Write the files that Hugging Face's tools load into folder."""
+    for file, content in (tokenizer.files(model.config.seq_len) if tokenizer else {}).items():
+        (folder / file).write_bytes(content)
+    end_of_text = tokenizer.end_of_text if tokenizer else None
+    (folder / "config.json").write_bytes(as_json(hf_config(model.config, name, end_of_text)))
+    save_file(hf_weights(model), folder / "model.safetensors", {"format": "pt"})
+
+
+def flatten(state: Any, path: str = "") -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors in nested dicts and lists, by path, and the rest, with None in place of
+    each tensor."""
+    if isinstance(state, Tensor):
+        return {path: state.detach().cpu().contiguous()}, None
+    if not isinstance(state, dict | list | tuple):
+        return {}, state
+    tensors: dict = {}
+    rest: dict = {}
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        below, rest[str(key)] = flatten(value, f"{path}/{key}" if path else str(key))
+        tensors |= below
+    return tensors, rest if isinstance(state, dict) else list(rest.values())
+
+
+def unflatten(rest: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+    """Return what flatten took apart. Keys that are digits become numbers again, tuples lists."""
+    if path in tensors:
+        return tensors[path].clone()  # not a view of the mapped file
+    start = f"{path}/" if path else ""
+    if isinstance(rest, list):
+        return [unflatten(value, tensors, f"{start}{i}") for i, value in enumerate(rest)]
+    if isinstance(rest, dict):
+        items = {key: unflatten(value, tensors, f"{start}{key}") for key, value in rest.items()}
+        return {int(key) if key.isdigit() else key: value for key, value in items.items()}
+    return rest
+
+
+def as_json(value: dict) -> bytes:
+    return f"{json.dumps(value, indent=2)}\n".encode()
 
 
 def sync_and_sum(path: Path) -> str:
@@ -93,228 +135,274 @@ def sync_and_sum(path: Path) -> str:
         return f"{hashlib.file_digest(f, 'sha256').hexdigest()}  {path.name}\n"
 
 
-def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state by parameter name: PARAMETER.exp_avg, PARAMETER.step, ..."""
-    tensors = {}
-    for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            tensors[f"{name}.{key}"] = value
-    return tensors
+def sync_folder(folder: Path):
+    """Sync the names in a folder to disk. Otherwise, a new file may be lost in a power failure."""
+    if os.name == "posix":
+        number = os.open(folder, os.O_RDONLY)
+        os.fsync(number)
+        os.close(number)
 
 
-def remove(path: Path):
-    """Remove a checkpoint. Rename it first, so that a half-deleted one never keeps the name."""
-    doomed = path.with_name(f"{path.name}.removed.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    try:
-        shutil.rmtree(doomed)
-    except OSError as error:  # another program may have a file in it open
-        print_error(f"{doomed} can't be removed: {error}")
+def rename(source: Path, target: Path):
+    """Rename a folder. Retry for some seconds, because on Windows and some network disks, a virus
+    scanner or backup may hold a file in it open for a moment."""
+    for seconds_left in range(5, -1, -1):
+        try:
+            return source.rename(target)
+        except PermissionError:
+            if not seconds_left:
+                raise
+            time.sleep(1)
 
 
 def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
-    """Remove all checkpoints except the newest `keep` and the one with the best validation loss. A
-    checkpoint after `step` is removed, too, because it is damaged and the resume skipped it, unless
-    it has weights that somebody may want."""
-    good = [path for path in checkpoints(out_dir) if step_of(path) <= step]
-    best = best_of(good, val_losses)
-    for path in checkpoints(out_dir):
-        is_wanted = step_of(path) > step and has_weights_only(path)
-        if path not in good[:keep] and path != best and not is_wanted:
-            try:
-                remove(path)
-            except OSError as error:  # on Windows, a file in it is open: the next save tries again
-                print_error(f"{path} can't be removed: {error}")
-
-
-def best_of(paths: list[Path], val_losses: dict[int, float]) -> Path | None:
-    """Return the checkpoint with the best validation loss, or None if none was validated."""
+    """Remove all checkpoints up to `step`, except the newest `keep` and the one with the best
+    validation loss. One after `step` is damaged, but its weights may be of use to somebody."""
+    paths = [path for path in checkpoints(out_dir) if step_of(path) <= step]
     validated = [path for path in paths if step_of(path) in val_losses]
-    return min(validated, key=lambda p: (val_losses[step_of(p)], step_of(p)), default=None)
+    best = min(validated, key=lambda path: val_losses[step_of(path)], default=None)
+    for path in paths[keep:]:
+        if path != best:
+            shutil.rmtree(path, ignore_errors=True)  # on Windows, a file in it may be open
+
+
+def check_space(out_dir: Path, model: GPT, keep: int):
+    """Raise RunError if the disk is too full for the checkpoints of a run. While one is written,
+    `keep` older ones and the best are there."""
+    needed = 12 * sum(p.numel() for p in model.parameters())  # weights and moments in float32
+    needed *= max(1, keep + 2 - len(checkpoints(out_dir)))
+    free = shutil.disk_usage(out_dir).free
+    if free < needed:
+        text = f"--out-dir {out_dir}: checkpoints need {needed / 1e9:.2f} GB"
+        raise RunError(f"{text}, but only {free / 1e9:.2f} GB are free")
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def checkpoints(out_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run, newest first."""
+    found = [path for path in out_dir.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest(out_dir: Path, for_resume: bool = True) -> Path | None:
     """Return the newest checkpoint whose digests are right, or None if there is no checkpoint.
-    Print the name of each damaged checkpoint, and raise NoGoodCheckpoint if all are damaged."""
+    Print the name of each damaged one. Raise RunError if all are damaged, or if the disk fails."""
     paths = checkpoints(out_dir)
     for path in paths:
         try:
             verify(path, for_resume)
             return path
-        except DamagedCheckpoint as error:
-            if not os.path.lexists(path):  # the live run in out_dir has just removed it
-                return newest(out_dir, for_resume)
-            print_error(f"{error}; trying the previous checkpoint")
+        except Damaged as error:
+            print(f"{path} is damaged ({error}): trying the one before", file=sys.stderr)
     if paths:
-        raise NoGoodCheckpoint(f"no checkpoint in {out_dir} is good")
+        raise RunError(f"no checkpoint in {out_dir} is whole")
     return None
 
 
-def has_weights_only(path: Path) -> bool:
-    """Return whether a checkpoint has its weights, but lacks something that a resume needs."""
-    missing = {name for name in FOR_RESUME if not os.path.lexists(path / name)}
-    return bool(missing) and not missing & {*WEIGHTS}
-
-
-def verify(path: Path, for_resume: bool = True):
-    """Raise DamagedCheckpoint unless every file has its digest in SHA256SUMS. If not for a resume,
-    only the weights must be there, because people pass on checkpoints without the rest."""
-    needed = FOR_RESUME if for_resume else WEIGHTS
-    missing = [name for name in needed if not os.path.lexists(path / name)]
-    if missing:
-        needs = ", which a resume needs, but not --init-from" if has_weights_only(path) else ""
-        raise DamagedCheckpoint(f"{path} lacks {', '.join(missing)}{needs}")
-    file = path / SUMS
-    if not os.path.lexists(file):
-        return
+def verify(path: Path, for_resume: bool):
+    """Raise Damaged unless the files of a checkpoint have the digests in SHA256SUMS: all of them
+    or, if not for a resume, the weights and their shape. Another error of the disk is no damage."""
+    if for_resume and (path / "optimizer.safetensors").exists():
+        text = f"{path} is of a version before 1.0, and can't be resumed"
+        raise UserError(f"{text}: --init-from {path} takes its weights")
     try:
-        # Split only at \n, to catch a bit flip that turns \n into another line ending.
-        *lines, after_last = read_small(file).decode("ascii").split("\n")
-        names = [line[66:] for line in lines]  # skip 64 digits and two spaces
-        if after_last or not {SUMS, *names}.issuperset(needed):
-            raise ValueError("it is incomplete")
-        for name, line in zip(names, lines, strict=True):
-            if name != Path(name).name:
-                raise ValueError("it names a file in another folder")
-            file = path / name
-            if not for_resume and not os.path.lexists(file):
-                continue
-            with open_regular(file) as f:
-                digest = hashlib.file_digest(f, "sha256").hexdigest()
-            if line != f"{digest}  {name}":
-                raise ValueError(f"its SHA-256 differs from {SUMS}")
-    except (OSError, ValueError) as error:  # OSError: a missing file or a bad sector
-        raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
+        lines = (path / SUMS).read_bytes().decode("ascii").split("\n")
+        if lines.pop():
+            raise ValueError("its end is cut")
+        sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
+        needed = {*WEIGHTS, "state.json", "training.safetensors", *sums} if for_resume else WEIGHTS
+        for name in sorted(needed):
+            with open(path / name, "rb") as f:
+                if hashlib.file_digest(f, "sha256").hexdigest() != sums.get(name):
+                    raise Damaged(f"{name} has another SHA-256")
+    except FileNotFoundError as error:
+        raise Damaged(f"{Path(error.filename).name} is missing") from error
+    except ValueError as error:
+        raise Damaged(f"{SUMS} is no list of digests") from error
+    except OSError as error:
+        raise RunError(f"{path} can't be read: {error}; nothing was changed") from error
 
 
-def read_state(path: Path) -> dict:
-    """Return the state.json of a verified checkpoint. Raise UserError for an unknown format, or if
-    it holds a value that we can't have written (somebody edited it and its digest)."""
-    file = path / "state.json"
+def load_newest(out_dir: Path) -> tuple[Path, dict]:
+    """Return a run's newest good checkpoint, and the state in it, as Run.state() gave it."""
+    path = newest(out_dir)
+    if path is None:
+        raise UserError(f"{out_dir} holds no checkpoint")
+    rest = json.loads((path / "state.json").read_bytes())
+    return path, unflatten(rest, load_file(path / "training.safetensors"))
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, moments: dict):
+    """Load an optimizer's moments, but keep its options, as flags may have changed. Raise UserError
+    if a moment is missing or has another shape: a fused kernel would write beyond its memory."""
+    options = optimizer.state_dict()["param_groups"]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()  # makes the moments, and changes no weight
+    optimizer.zero_grad(set_to_none=True)
+    made, _ = flatten(optimizer.state_dict()["state"])
+    found, _ = flatten(moments)
+    shapes = [{path: tensor.shape for path, tensor in each.items()} for each in (made, found)]
+    if moments and shapes[0] != shapes[1]:  # there are none as long as float16 overflows
+        path = min(dict(shapes[0].items() ^ shapes[1].items()))
+        raise UserError(f"the checkpoint's optimizer is another one: it differs in {path}")
+    optimizer.load_state_dict({"state": moments, "param_groups": options})
+
+
+# ---- Hugging Face's GPT-2 ------------------------------------------------------------------------
+
+
+def hf_config(config: GPTConfig, tokenizer: str, end_of_text: int | None) -> dict:
+    """Return the contents of config.json: settings for Hugging Face's tools, and our shape."""
+    shape = asdict(config)
+    settings: dict = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    settings |= {name: values[0] for name, values in HF_SETTINGS.items()}
+    settings |= {theirs: shape[ours] for ours, theirs in HF_SHAPE.items()}
+    settings |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    settings |= {"n_ctx": config.seq_len, "torch_dtype": "float32"}  # n_ctx is for llama.cpp
+    settings |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    added = [f for f in fields(config) if f.name not in (*HF_SHAPE, "pad_vocab")]
+    changes = [f"{f.name}={shape[f.name]}" for f in added if shape[f.name] != f.default]
+    if changes:  # transformers must not take it for a GPT-2, and shows this name
+        settings |= {"model_type": f"GPT-2 with {', '.join(changes)}", "architectures": []}
+    return settings | {OURS: {"shape": shape, "tokenizer": tokenizer}}
+
+
+def hf_weights(model: GPT) -> dict[str, Tensor]:
+    """Return the weights with Hugging Face's names and layout, without padding, on the CPU."""
+    weights = {}
+    for name, param in model.named_parameters():
+        p = param.detach().cpu()  # a transposed copy might not fit on the GPU
+        if name == WTE:
+            p = p[: model.config.vocab_size]
+        weights[name] = p.t().contiguous() if name.endswith(CONV1D) else p
+    return weights
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder with a GPT-2 in Hugging Face's format."""
+
+    folder: Path
+    shape: GPTConfig
+    tokenizer: str  # its name, or "" if nothing says it
+
+    def check_tokens(self, data: TokenFolder):
+        """Raise UserError if the network can't be trained or evaluated on these tokens."""
+        if self.tokenizer not in ("", data.tokenizer):
+            text = f"{self.folder} knows {self.tokenizer} tokens, but {data.folder} holds"
+            cure = f"prepare_data.py --tokenizer {self.folder} makes data for it"
+            raise UserError(f"{text} {data.tokenizer}: {cure}")
+        largest = max(shard.max_id for shard in data.train + data.val)
+        if largest >= self.shape.vocab_size:
+            text = f"{data.folder} may hold token {largest}, but the network in {self.folder}"
+            raise UserError(f"{text} knows 0 to {self.shape.vocab_size - 1}")
+
+
+def find_weights(name: str) -> Weights:
+    """Return the weights in a run (its newest checkpoint), in a checkpoint or another folder of
+    Hugging Face's format, or of a model on the hub. Raise UserError if there are none."""
+    path = Path(name)
+    if path.is_file():
+        text = f"{name} is a file: name its folder, which holds config.json and model.safetensors"
+        raise UserError(f"{text} (of a .pt file, python -m support.convert makes such a folder)")
+    if not path.is_dir():
+        path = download(name)
+    if (path / SUMS).exists():  # a checkpoint
+        try:
+            verify(path, for_resume=False)
+        except Damaged as error:
+            raise RunError(f"{path} is damaged: {error}") from error
+    return read_shape(newest(path, for_resume=False) or path)
+
+
+def download(name: str) -> Path:
+    """Download a model from the Hugging Face hub unless it is cached, and return its folder."""
     try:
-        state = json.loads(read_small(file))
-        if state["format"] == 3:  # written up to 2026-11-25
-            config = state["config"]
-            config["schedule"] = "cosine" if config["cosine"] else "constant"
-            state["micro_batch_size"] = config["micro_batch_size"]
-        elif state["format"] != FORMAT:
-            raise UserError(f"another version of this code wrote {path}: use that version")
-        check_state(state, step_of(path))
-        for name in ("losses", "val_losses"):  # JSON turned the steps, which are keys, into strings
-            state[name] = {int(step): float(loss) for step, loss in state[name].items()}
-        return state
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors", "merges.txt"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the library is missing, or fails in one of its many ways
+        text = f"{name} is no folder, and no model that could be loaded from the hub"
+        raise UserError(f"{text} (pip install huggingface_hub): {error!s:.200}") from error
+
+
+def read_shape(folder: Path) -> Weights:
+    """Return what a folder's config.json says. Hugging Face's keys decide about the shape, since
+    their tools change these; ours add what only our network has."""
+    try:
+        settings = json.loads((folder / "config.json").read_bytes())
+        ours = settings.get(OURS, {"shape": {}, "tokenizer": ""})
+        if settings["model_type"] != "gpt2" and not ours["shape"]:
+            raise ValueError(f"model_type {settings['model_type']!s:.40} is not supported")
+        for name, values in HF_SETTINGS.items():
+            if settings.get(name, values[0]) not in values:
+                raise ValueError(f"{name} {settings[name]!s:.40} is not supported")
+        known = {name: settings[theirs] for name, theirs in HF_SHAPE.items()}
+        if not all(type(size) is int and 0 < size < 1 << 24 for size in known.values()):
+            raise ValueError(f"its sizes are {known}")
+        shape = GPTConfig(**ours["shape"] | known)
+        tokenizer = read_tokenizer(folder)
+        name = "gpt2" if shape.vocab_size == GPT2_TOKENS else ""  # if nothing else says it
+        name = tokenizer.name if tokenizer else ours["tokenizer"] or name
     except UserError:
         raise
-    except Exception as error:  # it may hold anything
-        raise UserError(f"{file} was not written by a run: {error!r:.99}") from error
+    except Exception as error:  # the file may hold anything
+        raise UserError(f"{folder} holds no GPT-2 that model.py knows: {error!r:.200}") from error
+    return Weights(folder, shape, name)
 
 
-def check_state(state: dict, step: int):
-    for f in fields(TrainConfig):
-        value = state["config"].get(f.name, f.default)
-        if not isinstance(value, (int, float) if isinstance(f.default, float) else type(f.default)):
-            raise TypeError(f"{f.name} is {value!s:.20}")
-    for name, kind in STATE.items():
-        if not isinstance(state[name], kind):
-            raise TypeError(f"{name} is {state[name]!s:.20}")
-    for name in ENVIRONMENT:
-        state["environment"][name]  # raises if it is missing
-    if state["step"] != step or state["position"] < 0 or state["micro_batch_size"] < 1:
-        raise ValueError("its step, position or micro_batch_size is wrong")
-
-
-def load_optimizer(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
-    """Load the optimizer's state, but keep its current options (learning rate, betas, decay)."""
-    names = {p: name for name, p in model.named_parameters()}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = {names[p]: i for i, p in enumerate(params)}
-    state: dict = {}  # parameter number -> key -> tensor
-    for name, tensor in load_file(path / "optimizer.safetensors").items():
-        param, _, key = name.rpartition(".")
-        if param not in numbers:
-            raise UserError(f"another version of this code wrote {path}: its optimizer has {name}")
-        state.setdefault(numbers[param], {})[key] = tensor.clone()  # not a view of the mapped file
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
-
-def check_round_trip(model: GPT, tokenizer: str, path: Path):
-    """Raise an error unless saving the network and reading it back would preserve it. Thus, a code
-    change that breaks saving fails before the first step, not at a resume. path is for errors."""
-    settings = json.loads(as_json(pretrained.hf_config(model.config, tokenizer)))
-    check_same(pretrained.from_hf(settings, pretrained.hf_weights(model), path), model)
-
-
-def check_read_back(path: Path, model: GPT, optimizer: torch.optim.Optimizer):
-    """Raise an error unless a resume from this checkpoint would read exactly what was saved."""
+def load_weights(model: GPT, folder: Path):
+    """Copy the weights in a folder into model, which may have fewer positions. Padded rows become
+    0. Raise UserError unless all weights are there, have the right shape and are finite."""
     try:
-        saved = pretrained.read_hf(path)
-        written = load_file(path / "optimizer.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise DiskError(f"{path} can't be read back: {error}") from error
-    check_same(saved, model)
-    for name, tensor in optimizer_tensors(model, optimizer).items():
-        if not torch.equal(tensor.cpu(), written[name]):
-            raise RuntimeError(f"{path}: {name} differs when read back")
-
-
-def check_same(saved: pretrained.Pretrained, model: GPT):
-    if saved.shape != model.config:
-        raise RuntimeError(f"{saved.path}: saved {model.config}, read back {saved.shape}")
-    for name, p in model.named_parameters():
-        if not torch.equal(p.detach().cpu()[: len(saved.weights[name])], saved.weights[name]):
-            raise RuntimeError(f"{saved.path}: {name} differs when read back")
-
-
-def fingerprint(path: Path) -> str:
-    """Return a fingerprint of a checkpoint, as this rank's machine sees it."""
-    try:
-        names = sorted(os.listdir(path))
-        digests = read_small(path / SUMS)
-    except OSError as error:
-        return str(error)
-    return hashlib.sha256(f"{names} {digests!r}".encode()).hexdigest()[:16]
-
-
-def find_weights(name: str) -> Path:
-    """Return the path of --init-from's weights (if it names a run, the newest checkpoint)."""
-    path = Path(name)
-    if not os.path.lexists(name):
-        others = [other.name for other in checkpoints(path.parent)]
-        if others:
-            raise UserError(f"{name} is not there: {path.parent} has {', '.join(others)}")
-        if path.parent != Path() and os.path.isdir(path.parent):  # not a Hugging Face name
-            raise UserError(f"{name}: there is no such file or folder{did_you_mean(name)}")
-        if " " in name:
-            raise UserError(f"{name}: there is no such file or folder; is it a --prompt?")
-        return pretrained.download(name)
-    checkpoint_of_run = newest(path, for_resume=False)
-    if checkpoint_of_run is None and (path / SUMS).is_file():
-        verify(path, for_resume=False)
-    return checkpoint_of_run or path
-
-
-def read_newest(name: str) -> pretrained.Pretrained:
-    """Return the weights that --init-from names (if it names a run, the newest)."""
-    path = find_weights(name)
-    try:
-        return pretrained.read_weights(path)
-    except Exception:
-        if os.path.lexists(path):
-            raise
-        return read_newest(name)  # a live run has just removed it
-
-
-def open_model(name: str) -> tuple[GPT, pretrained.Pretrained]:
-    """Return the network that a run, a checkpoint or other weights hold, and what their files say.
-    Its weights are moved into the network."""
-    saved = read_newest(name)
-    model = GPT(saved.shape).eval()
-    pretrained.load_weights(model, saved)
-    return model, saved
+        index = folder / "model.safetensors.index.json"
+        names = ["model.safetensors"]
+        if index.exists():
+            names = sorted({*json.loads(index.read_bytes())["weight_map"].values()})
+        found: dict[str, Tensor] = {}
+        for name in names:
+            found |= load_file(folder / Path(name).name)
+    except Exception as error:  # the files may hold anything
+        raise UserError(f"the weights in {folder} can't be read: {error}") from error
+    weights = {
+        f"transformer.{name.removeprefix('transformer.')}": tensor
+        for name, tensor in found.items()
+        if not name.endswith(UNUSED)
+    }
+    params = dict(model.named_parameters())
+    if params.keys() != weights.keys():
+        names = sorted(params.keys() ^ weights.keys())
+        raise UserError(f"{folder} and model.py differ in {names[0]} ({len(names)} tensors in all)")
+    for name, param in params.items():
+        p, tensor = param.detach(), weights[name].float()
+        tensor = tensor.t() if name.endswith(CONV1D) else tensor
+        num_rows = model.config.vocab_size if name == WTE else len(p)
+        if name == WPE:
+            tensor = tensor[:num_rows]
+        if tensor.shape != (num_rows, *p.shape[1:]):
+            sizes = f"{tuple(tensor.shape)}, not {(num_rows, *p.shape[1:])}"
+            raise UserError(f"{folder}: {name} has the shape {sizes}")
+        # An inf or nan survives a sum, which is ten times as fast as isfinite().all().
+        if not tensor.sum().isfinite():
+            raise UserError(f"{folder}: {name} holds a value that is not finite")
+        p[:num_rows].copy_(tensor)
+        p[num_rows:].zero_()
 
 
 def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
-    """Return a run's network and tokenizer (None if it is not here), for notebooks and scripts."""
-    model, saved = open_model(name)
-    return model, load_tokenizer(saved.tokenizer)
+    """Return the network and the tokenizer (None if it is not here) of a run, a checkpoint, a
+    folder, or a name on the hub, for notebooks and scripts."""
+    weights = find_weights(name)
+    model = GPT(weights.shape).eval()
+    load_weights(model, weights.folder)
+    return model, find_tokenizer(weights.folder, weights.tokenizer)

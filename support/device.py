@@ -1,23 +1,27 @@
-"""This machine: the speed-ups it supports, its speed, its settings, and its device's name."""
+"""This machine: its name, speed and settings, what is fastest on it, what fits in its memory."""
 
 import ctypes
+import gc
+import math
 import os
 import platform
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
-from importlib.util import find_spec
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from support.ending import UserError, why_too_old
-from support.files import REPO
+from config import TrainConfig
+from model import GPT, Block, ComputeConfig, GPTConfig
+from support.cli import UserError
+from support.world import World
 
+NO_MEMORY = "out of memory"
 # Dense 16-bit TFLOP/s with float32 sums, from NVIDIA's data sheets, by name pattern.
 PEAK_TFLOPS = {
     "NVIDIA G?B200": 2250,
@@ -38,123 +42,56 @@ PEAK_TFLOPS = {
     "NVIDIA GeForce RTX 3090": 71,
     "NVIDIA GeForce RTX 3080": 60,
 }
-CPUINFO = Path("/proc/cpuinfo")
 
 
-def speed_ups_off(device: torch.device, model: str, asked: Mapping) -> dict[str, str]:
-    """Return the speed-ups that are off on this device unless requested, each with its reason.
-    Raise UserError if the user requests one that is not available."""
-    off = {}  # name -> the reason, and what else to do if the speed-up is not available
-    is_cuda = device.type == "cuda"
-    is_old = is_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # a T4 or V100
-    if not is_cuda or is_old:
-        name = device_name(device) if is_cuda else device.type
-        off["tf32"] = f"needs an NVIDIA GPU from 2020 or later; this is {name}", ": add --no-tf32"
-    if is_old:
-        off["bf16"] = f"is only emulated by {name}", ": use --fp16"
-    elif device.type == "mps":
-        off["bf16"] = "was never measured on a Mac's GPU", ""
-    if device.type == "mps" or (is_cuda and model == "nano"):
-        off["compile"] = "takes longer than it saves", ""
-    if asked.get("compile", is_cuda and "compile" not in off):
-        failure = why_not_compile(device)
-        if failure:
-            off["compile"] = failure
-    for name, (reason, cure) in off.items():
-        if cure and asked.get(name):
-            raise UserError(f"--{name} {reason}{cure}")
-    return {name: reason for name, (reason, _) in off.items() if name not in asked}
-
-
-def why_not_compile(device: torch.device) -> tuple[str, str] | None:
-    """Try torch.compile on a small function. If that fails, return the reason and a cure."""
-    try:
-        x = torch.randn(8, 8, device=device, requires_grad=True)
-        torch.compile(nn.GELU(), dynamic=False)(x).sum().backward()
-    except Exception as error:  # Dynamo, Inductor, Triton and C++ share no exception class
-        missing = "a C++ compiler (g++)"
-        if device.type == "cuda":  # Triton needs a C compiler for its launchers
-            missing = "gcc and python3-dev" if find_spec("triton") else "triton (triton-windows)"
-        reason = f"fails ({type(error).__name__}: {error!s:.200}): install {missing}"
-        return reason, ", or add --no-compile"
-    return None
-
-
-def check_gpu(device: torch.device):
-    """Raise UserError if torch can't compute on this GPU: its driver is too old, torch has no code
-    for it, or another process has it for itself. That torch sees the GPU says nothing."""
-    try:
-        torch.cuda.set_device(device)
-        torch.randn(1, device=device).add_(1).item()
-    except RuntimeError as error:
-        reason = next(iter(str(error).splitlines()), "")
-        cure = "install the torch of pytorch.org for your driver (for a card from before 2018, with"
-        cure += " CUDA 12.6)"
-        if re.search("out of memory|busy", reason):
-            cure = "end the program that uses it (see nvidia-smi), set CUDA_VISIBLE_DEVICES"
-        text = f"PyTorch can't use this GPU ({reason:.200})"
-        raise UserError(f"{text}: {cure}, or add --device cpu") from error
-
-
-def check_torch(version: str):
-    """Raise UserError if this version of torch is too old."""
-    if why_too_old(version):
-        raise UserError(why_too_old(version))
-
-
-def set_environment():
-    """Set variables that torch reads only once: before the first tensor or first compilation."""
-    # Huge pages for large tensors make a step of 124M on a CPU 3% faster.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Computing tanh from exp makes a compiled step of nano on a CPU 8% faster; its error is 2e-7.
-    os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
-    if sys.platform == "win32":
-        # Windows must not sleep before this process ends, and its torch lacks libuv.
-        ctypes.windll.kernel32.SetThreadExecutionState(0x80000001)  # CONTINUOUS, SYSTEM_REQUIRED
-        os.environ.setdefault("USE_LIBUV", "0")
-    if hasattr(sys.stdout, "reconfigure"):  # some terminals can't show every character
-        sys.stdout.reconfigure(errors="replace")
-
-
-def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+def autocast(dtype: str, device: torch.device) -> torch.autocast:
     """Speed-up 2: return a context in which matrix products and attention use dtype, while sums,
-    norms and the loss stay float32. If dtype is float32, the context does nothing."""
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    norms and the loss stay float32. If dtype is "float32", the context does nothing."""
+    return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
-def wait(device: torch.device):
-    """Wait until the device has done its work. A GPU works while Python goes on."""
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name or, without a GPU, the processor's name and PyTorch's instruction set,
+    as both may change the last bits of a sum. On Arm, Linux has numbers instead of a name."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    parts = re.findall(r"(?m)^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)", text)
+    name = " ".join(dict.fromkeys(parts)) or platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def forbid_spilling(device: torch.device):
-    """On Windows, the driver would not say that memory is full, but use the computer's memory, at
-    a tenth of the speed. Make torch's own allocator say it."""
-    if sys.platform == "win32" or "microsoft" in platform.release():  # the latter is WSL
-        torch.cuda.empty_cache()  # what we hold already counts as used
-        free, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(0.95 * free / total, device)
+def machine(world: World) -> dict:
+    """Return what, besides the flags, affects the bits of a run's result."""
+    return {
+        "device": device_name(world.device),
+        "ranks": world.size,
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "commit": commit(),
+    }
 
 
-def tag_compiled_code(dtype: torch.dtype):
-    """Tell torch's cache of compiled code what it does not look at itself: which attention kernels
-    are allowed and, up to torch 2.11, autocast's dtype (pytorch#181564). Otherwise, a run may get
-    code that was compiled for another precision."""
-    cuda = torch.backends.cuda
-    kernels = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
-    kernels += [cuda.cudnn_sdp_enabled(), os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")]
+def commit() -> str:
+    """Return this program's commit, with "-dirty" if a file differs from it, or "" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        from torch.compiler import config
-    except ImportError:  # torch 2.5
-        from torch._functorch import config as functorch_config
+        folder = Path(__file__).parent
+        result = subprocess.run(command, cwd=folder, capture_output=True, timeout=5, text=True)
+        return result.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
-        functorch_config.enable_autograd_cache = False
-        return
-    own = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
-    config.cache_key_tag = f"{own} {dtype} {kernels}"
+
+def peak_tflops(name: str) -> float | None:
+    """Return the data-sheet TFLOP/s of the GPU with this name, or None if it is not listed."""
+    for pattern, peak in PEAK_TFLOPS.items():
+        if re.match(rf"{pattern}\b(?! Ti| SUPER| Laptop|.* MIG)", name):
+            return peak
+    return None
 
 
 def set_determinism(enabled: bool, is_compiled: bool):
@@ -169,116 +106,152 @@ def set_determinism(enabled: bool, is_compiled: bool):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def set_allocator(keep_freed: bool):
-    """Make glibc keep the memory of large freed tensors for new ones, or return it to the system,
-    the default. The system clears each page that it hands out, which takes a sixth of a step of
-    GPT-2 124M on a CPU. But kept memory has gaps, so don't keep it if memory is short."""
+def tag_compiled_code(dtype: str):
+    """Tell torch's cache of compiled code what it does not look at itself: which attention kernels
+    are allowed and, up to torch 2.11, autocast's dtype (pytorch#181564). Otherwise, a run may get
+    code that was compiled for another precision."""
+    from torch.compiler import config
+
+    cuda = torch.backends.cuda
+    kernels = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+    kernels += [cuda.cudnn_sdp_enabled(), os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")]
+    own = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    config.cache_key_tag = f"{own} {dtype} {kernels}"
+
+
+def keep_freed_memory():
+    """Make glibc keep the memory of large freed tensors for new ones. The system clears each page
+    that it hands out, which takes a sixth of a step of GPT-2 124M on a CPU."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
         return  # this system does not use glibc
-    if keep_freed:
-        mallopt(-4, 0)  # M_MMAP_MAX: give no tensor a separate mapping
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
-    else:
-        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD, in bytes: map larger tensors separately
+    mallopt(-4, 0)  # M_MMAP_MAX: give no tensor a separate mapping
+    mallopt(-1, -1)  # M_TRIM_THRESHOLD: never return memory
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return this device's speed in square matrix products, in TFLOP/s."""
-    n = {"cuda": 8192, "mps": 4096}.get(device.type, 1024)
-    num_products = 2 if device.type == "cpu" else 20  # so that a GPU rarely idles
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    (a @ a)[0, 0].item()
-    times: list[float] = []  # in seconds; we take several, as other programs may slow some down
-    deadline = time.perf_counter() + 0.25
-    while not times or time.perf_counter() < deadline:
-        start = time.perf_counter()
-        for _ in range(num_products):
-            product = a @ a
-        product[0, 0].item()  # waits for the device
-        times.append(time.perf_counter() - start)
-    return num_products * 2 * n**3 / min(times) / 1e12
+def choose(config: TrainConfig, given: dict, world: World) -> tuple[TrainConfig, str]:
+    """Return the config with those of --bf16 and --flash that are not given set to what is fastest
+    on this CPU, and what was measured. The main rank measures alone: others would disturb it."""
+    fixed = {name: value for name, value in given.items() if name in ("bf16", "flash")}
+    if config.fp16 or config.bf16_residual:
+        fixed["bf16"] = config.bf16
+    if world.device.type != "cpu" or len(fixed) == 2:
+        return config, ""
+    times = world.gather(race(config, fixed) if world.is_main else {})[0]
+    bf16, flash = min(times, key=times.__getitem__)
+    figures = []
+    for (is_bf16, is_flash), ms in times.items():
+        name = f"{'bf16' if is_bf16 else 'float32'} and {'flash' if is_flash else 'plain'}"
+        figures.append(f"{name} {ms:.1f}")
+    return replace(config, bf16=bf16, flash=flash), f"; ms of a block: {', '.join(figures)}"
 
 
-def peak_tflops(name: str) -> float | None:
-    """Return the data-sheet TFLOP/s of the GPU with this name, or None if it is not listed."""
-    for pattern, peak in PEAK_TFLOPS.items():
-        if re.match(rf"{pattern}\b(?! Ti| SUPER| Laptop|.* MIG)", name):
-            return peak
-    return None
+def race(config: TrainConfig, fixed: dict) -> dict[tuple[bool, bool], float]:
+    """Return the time of a block's forward and backward in ms for each (bf16, flash) that `fixed`
+    allows. A processor's list of instructions would say too little: of two that list bfloat16, it
+    cut nano's step from 95 to 46 ms on one (an AMD EPYC), and stretched it from 106 to 160 ms on
+    the other (an Intel Xeon)."""
+    T, C = config.seq_len, config.n_embd
+    num_tokens = min(config.batch_tokens, 4096, 2**27 // C**2)  # as some CPUs only emulate bfloat16
+    x = torch.randn(max(1, num_tokens // T), T, C, requires_grad=True)
+    blocks: dict = {}
+    times: dict = {}
+    for bf16, flash in ((False, True), (True, True), (False, False), (True, False)):
+        if fixed.get("bf16", bf16) == bf16 and fixed.get("flash", flash) == flash:
+            compute = ComputeConfig(**config.fields_of(ComputeConfig) | {"flash": flash})
+            blocks[bf16, flash] = Block(GPTConfig(**config.fields_of(GPTConfig)), compute)
+    deadline = math.inf
+    while not times or time.perf_counter() < deadline:  # they take turns, as others may disturb
+        for (bf16, flash), block in blocks.items():
+            started = time.perf_counter()
+            with autocast("bfloat16" if bf16 else "float32", x.device):
+                y = block(x)
+            y.backward(torch.ones_like(y))
+            ms = 1000 * (time.perf_counter() - started)
+            if deadline < math.inf:  # the first round includes planning
+                times[bf16, flash] = min(ms, times.get((bf16, flash), math.inf))
+        deadline = min(deadline, time.perf_counter() + 0.5)
+    return times
 
 
-def peak_memory_mib(device: torch.device) -> float | None:
-    """Return the peak memory used on the GPU or, without a GPU, by this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac, else KiB
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+class CompileError(Exception):
+    """torch can't compile the network on some rank's machine."""
 
 
-def cpuinfo() -> str:
-    """Return what Linux says about the processor, or "" on other systems."""
-    return CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
+def fit(net: nn.Module, config: TrainConfig, world: World) -> TrainConfig:
+    """Return the config with its micro-batch halved until a pass fits in memory on every rank.
+    Raise CompileError if torch can't compile the network on some rank."""
+    while failures := {*world.gather(try_pass(net, config, world))} - {""}:
+        B = config.micro_batch_size
+        if failures != {NO_MEMORY}:
+            raise CompileError(max(failures))
+        if B == 1:
+            text = "not even one sequence fits in memory: lower --seq-len"
+            raise UserError(f"{text}, or add --recompute and --loss-chunk-tokens 1024")
+        half = next(size for size in range(B // 2, 0, -1) if B % size == 0)
+        config = replace(config, micro_batch_size=half)
+    return config
 
 
-def device_name(device: torch.device) -> str:
-    """Return the GPU's name or, without a GPU, the processor's name and PyTorch's instruction set,
-    as both may change the last bits of a sum. On Arm, Linux has numbers instead of a name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    parts = re.findall(r"(?m)^(?:model name|Hardware|CPU implementer|CPU part)\s*: (.+)", cpuinfo())
-    name = " ".join(dict.fromkeys(parts)) or platform.processor() or platform.machine()
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def rounding(device: torch.device) -> str:
-    """Return what must be the same for all ranks, or their sums would differ in the last bits. Two
-    cards of one kind may differ in memory."""
-    if device.type != "cuda":
-        return device_name(device)
-    card = torch.cuda.get_device_properties(device)
-    return f"{card.major}.{card.minor} with {card.multi_processor_count} multiprocessors"
-
-
-def processor(device: torch.device) -> str:
-    """Return what may make torch choose other code on a CPU of the same name (a cloud's "Intel
-    Xeon"): its model, cache and vector instructions. Return "" for a GPU or without Linux."""
-    if device.type == "cuda":
-        return ""
-    model = re.findall(r"(?m)^(?:cpu family|model|cache size)\s*: (.+)", cpuinfo())
-    instructions = re.findall(r"\b(?:avx|amx|fma|f16c|sve|asimd|i8mm|bf16)\w*", cpuinfo())
-    return " ".join(sorted({*instructions, "-".join(dict.fromkeys(model)).replace(" ", "")}))
-
-
-def environment(device: torch.device, num_ranks: int, dtype: torch.dtype) -> dict:
-    """Return everything, apart from the flags, that affects a run's results and speed."""
-    return {
-        "commit": commit(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": device.type,
-        "device_name": device_name(device),
-        "processor": processor(device),
-        "threads": torch.get_num_threads(),
-        "ranks": num_ranks,
-        "matmul_tflops": matmul_tflops(device, dtype),
-    }
-
-
-def commit() -> str:
-    """Return this program's commit, with "-dirty" appended if any file differs from it. Return ""
-    without git, or inside another program's repository, whose commit would be irrelevant."""
-    # Pass --git-dir, because inside a git hook GIT_DIR points to another repository.
-    command = ["git", "--git-dir", str(REPO / ".git"), "--work-tree", str(REPO)]
-    command += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def try_pass(net: nn.Module, config: TrainConfig, world: World) -> str:
+    """Return "" if a pass fits in memory, together with an optimizer's moments; NO_MEMORY; or why
+    the network can't be compiled. Gradients are not averaged, so that no rank waits for another
+    that fails."""
+    failure = ""
     try:
-        return subprocess.run(command, capture_output=True, timeout=5, text=True).stdout.strip()
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ""
+        num_moments = 2 * sum(p.numel() for p in net.parameters())
+        moments = torch.empty(num_moments, device=world.device)
+        with gradient_sync(net, enabled=False):
+            dummy_pass(net, config, world)
+        del moments
+    except torch.OutOfMemoryError:
+        failure = NO_MEMORY
+    except Exception as error:  # Dynamo, Inductor, Triton and C++ share no exception class
+        if not any(name.endswith("_orig_mod") for name, _ in net.named_modules()):
+            raise  # the network is not compiled
+        failure = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
+    net.zero_grad(set_to_none=True)
+    if failure:
+        gc.collect()  # frees what the failed pass left behind
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return failure
+
+
+def dummy_pass(net: nn.Module, config: TrainConfig, world: World):
+    """Run forward and backward on dummy sequences, and discard the gradients."""
+    shape = config.micro_batch_size, config.seq_len
+    tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
+    with autocast(config.dtype, world.device):
+        # Pass two tensors, as a step does, because passing one twice would force a recompile.
+        loss = net(tokens, tokens.clone())
+    loss.backward()
+    for name, p in net.named_parameters():
+        if p.grad is None:  # it is useless, and DDP would fail
+            raise RuntimeError(f"{name} gets no gradient")
+    net.zero_grad(set_to_none=True)
+
+
+def gradient_sync(net: nn.Module, enabled: bool) -> AbstractContextManager:
+    """Return a context in which backward averages gradients over the ranks only if enabled."""
+    return net.no_sync() if isinstance(net, DDP) and not enabled else nullcontext()
+
+
+@torch.no_grad()
+def check_causality(model: GPT, dtype: str, device: torch.device):
+    """Raise UserError if a position sees a later token, as in a network whose attention has no
+    mask: its loss would soon be near zero, and its text worthless."""
+    tokens = torch.zeros((1, min(8, model.config.seq_len)), dtype=torch.int64, device=device)
+    outputs = []
+    for last in (0, 1):
+        tokens[0, -1] = last
+        torch.manual_seed(0)  # the same dropout, since the network is tried as it trains
+        with autocast(dtype, device):
+            outputs.append(model.logits(tokens)[0, :-1, : model.config.vocab_size].float())
+    first, second = outputs
+    differs = (~torch.isclose(first, second, rtol=1e-3, atol=1e-4)).any(dim=1)  # by position
+    if differs.any():
+        position = int(differs.nonzero()[0])
+        raise UserError(f"position {position} sees token {tokens.shape[1] - 1}: is the mask there?")

@@ -1,184 +1,112 @@
-"""A run's output, which is never read back: log.jsonl, terminal, Weights & Biases and loss.png."""
+"""A run's output: log.jsonl, the terminal, Weights & Biases and loss.png."""
 
-import ctypes
+import errno
 import json
-import logging
-import math
 import os
-import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
-from datetime import timedelta
+from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
-from uuid import uuid4
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from support import ending
-from support.ending import UserError, printable
-from support.files import FolderLock, whole_file
-from support.run_folder import LOG, WANDB_ID
+from config import TrainConfig
+from support.cli import UserError
 
-if sys.platform == "win32":
-    import msvcrt
+LOG = "log.jsonl"
+
+
+def show(text: str, end: str = "\n"):
+    """Print text. A reader that leaves (`| head`, a closed terminal) does not end the program; any
+    other failure to write, such as a full disk, raises OSError."""
+    try:
+        tqdm.write(text, end=end)  # above the bar, if there is one
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes stdout again when it ends, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
 
 
 class Log:
     """Prints, and writes log.jsonl (one JSON record per line), on the main rank only."""
 
-    def __init__(self, lock: FolderLock, is_main: bool, wandb_run: Any = None):
-        self.lock = lock
+    def __init__(self, out_dir: Path, config: TrainConfig, step: int, is_main: bool):
         self.is_main = is_main
-        self.wandb_run = wandb_run
-        self.start: dict = {}  # the first record, which begins each file
-        self.has_warned = False  # of overfitting
-        self.recent_seconds: deque[float] = deque(maxlen=100)  # durations of the last steps
-        if is_main:
-            self.open()
-
-    def open(self):
-        self.file = open(self.lock.folder / LOG, "ab+")
-        # If a killed process left an incomplete last line, keep it and start a new line.
+        if not is_main:
+            return
+        self.tracker = start_tracker(out_dir, config) if config.wandb else None
+        self.file = open(out_dir / LOG, "ab+")
         if self.file.tell():
             self.file.seek(-1, os.SEEK_END)
-            if self.file.read(1) != b"\n":
+            if self.file.read(1) != b"\n":  # of a line that a kill has cut
                 self.file.write(b"\n")
+        self.bar = tqdm(total=config.steps, initial=step, leave=False, disable=None)  # no terminal
 
     def print(self, text: str):
         if self.is_main:
             show(text)
 
-    def print_step(self, text: str, is_due: bool):
-        """Print a step's line if it is due. Otherwise, on a terminal, show it until the next."""
-        if is_due:
-            self.print(text)
-        elif self.is_main and is_terminal(sys.stdout):
-            # It must fit: \r only goes back in a terminal's last row.
-            text = text[: shutil.get_terminal_size().columns - 1]
-            show(text, end="\r")
-            ending.brief = text
+    def step(self, record: dict, text: str):
+        """Record a step, move the bar, and print text if there is any."""
+        self.record(**record)
+        if self.is_main:
+            with suppress(OSError):  # the terminal may be closed
+                self.bar.update()
+            if text:
+                show(text)
 
     def record(self, **fields):
         """Append a record to log.jsonl, and send its numbers to Weights & Biases."""
         if not self.is_main:
             return
-        try:
-            if "flags" in fields:
-                self.start = fields
-            if not self.is_in_place():  # logrotate has moved it
-                self.lock.check()
-                self.file.close()
-                self.open()
-                self.write(self.start)
-            self.write(fields)
-            self.file.flush()
-        except OSError as error:
-            error.filename = str(self.file.name)  # Python sets the name only if opening fails
-            raise
-        self.send(fields)
-
-    def write(self, fields: dict):
         self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
-
-    def send(self, fields: dict):
+        self.file.flush()
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
-        if self.wandb_run and "step" in fields and numbers:
-            try:
-                if hasattr(self.wandb_run, "define_metric"):
-                    # W&B's own step can't go back, so it would drop what a resume repeats.
-                    self.wandb_run.log(numbers | {"step": fields["step"]})
-                else:  # trackio
-                    self.wandb_run.log(numbers, step=fields["step"])
-            except Exception as error:  # a failure of wandb must not end the run
-                self.wandb_run = None
-                reason = f"{type(error).__name__}: {error!s:.200}"
-                show(f"Weights & Biases logging has stopped: {reason}")
-
-    def is_in_place(self) -> bool:
-        """Return whether the open file is still the one with the log's name."""
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.file.name))
-        return False
-
-    def time_left(self, num_steps: int) -> timedelta:
-        """Return how long num_steps will take at the recent speed."""
-        return timedelta(seconds=int(np.mean(self.recent_seconds) * num_steps))
+        if self.tracker and "step" in fields and numbers:
+            self.tracker.log(numbers, step=fields["step"])
 
 
-def show(text: str, end: str = "\n"):
-    """Print text. A reader that is gone (`| head`, a closed terminal) must not stop a run."""
-    try:
-        print(ending.over_brief() + printable(text), end=end, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def read_log(out_dir: Path) -> list[dict]:
+    """Return the records of a run's log, without lines that a kill or a full disk has cut."""
+    records = []
+    if (out_dir / LOG).exists():
+        for line in (out_dir / LOG).read_bytes().splitlines():
+            with suppress(ValueError):
+                records.append(json.loads(line))
+    return records
 
 
-def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether stream is a terminal. A notebook cell looks like one, but is not."""
-    if stream is None or not stream.isatty() or in_notebook():
-        return False
-    if sys.platform == "win32":  # there, NUL calls itself a terminal
-        handle = msvcrt.get_osfhandle(stream.fileno())
-        return ctypes.windll.kernel32.GetConsoleMode(handle, ctypes.byref(ctypes.c_uint32())) != 0
-    return True
+def last_record(out_dir: Path) -> dict:
+    return next(reversed(read_log(out_dir)), {})
 
 
-def in_notebook() -> bool:
-    return "JPY_PARENT_PID" in os.environ  # set by Jupyter, and inherited by child processes
+def find_tracker() -> str:
+    """Return "wandb", or "trackio" if only that is installed."""
+    name = next(filter(find_spec, ("wandb", "trackio")), None)
+    if not name:
+        raise UserError("--wandb needs Weights & Biases: pip install wandb, or pip install trackio")
+    return name
 
 
-def progress(items: Iterable, label: str, is_main: bool) -> Iterable:
-    """Return items with a progress bar, which appears after a second and only on a terminal."""
-    is_shown = is_main and is_terminal(sys.stderr)
-    return tqdm(items, desc=label, leave=False, delay=1, disable=not is_shown)
+def start_tracker(out_dir: Path, config: TrainConfig) -> Any:
+    project, flags = os.environ.get("WANDB_PROJECT", "train_gpt2"), asdict(config)
+    return import_module(find_tracker()).init(project=project, name=out_dir.name, config=flags)
 
 
-def tracker() -> str:
-    """Return the library that --wandb uses. Raise UserError if none is installed."""
-    for name in ("wandb", "trackio"):
-        if find_spec(name):
-            return name
-    raise UserError("--wandb needs Weights & Biases: pip install wandb, or pip install trackio")
-
-
-def start_wandb(out_dir: Path, config: dict, is_main: bool) -> Any:
-    """Return a new or resumed run of Weights & Biases, or of trackio if only that is installed.
-    Return None on all but the main rank."""
-    if not is_main:
-        return None
-    options = {"project": os.environ.get("WANDB_PROJECT", "train_gpt2"), "config": config}
-    try:
-        # The id is in the folder, since a later run may have a folder of the same name.
-        file = out_dir / WANDB_ID
-        if not file.exists():
-            file.write_text(uuid4().hex[:16])
-        run_id, name = file.read_text(), out_dir.name
-        library = import_module(tracker())
-        if tracker() == "trackio":  # it knows a run by its name
-            return library.init(name=f"{name}-{run_id[:6]}", resume="allow", **options)
-        run = library.init(name=name, id=run_id, dir=str(out_dir), resume="allow", **options)
-        run.define_metric("*", step_metric="step")
-        return run
-    except Exception as error:  # both raise many kinds of exceptions
-        cure = "pip install wandb; wandb login, or set WANDB_MODE=offline, or pip install trackio"
-        raise UserError(f"--wandb: {error!s:.200}: {cure}") from error
-
-
-def is_drawn(step: int, num_steps: int) -> bool:
-    """Return whether loss.png and checkpoints keep this step's loss. They keep at most 1,000."""
-    return step % math.ceil(num_steps / 1000) == 0
-
-
-def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: dict[int, float]):
-    """Plot losses by step into path. Raise ImportError if matplotlib is not installed."""
-    logging.getLogger("matplotlib").setLevel("ERROR")  # it warns if there is no home folder
+def draw(out_dir: Path, title: str):
+    """Draw the losses in a run's log into loss.png. Do nothing if matplotlib is not installed."""
+    records = read_log(out_dir)  # by step, what a resume has repeated counts once
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    val_losses = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+    if not find_spec("matplotlib") or not (losses or val_losses):
+        return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.8), layout="constrained")
@@ -197,5 +125,5 @@ def draw_losses(path: Path, title: str, losses: dict[int, float], val_losses: di
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=12)
-    with whole_file(path) as f:
-        figure.savefig(f, format="png", dpi=200)
+    figure.savefig(out_dir / "loss.tmp", format="png", dpi=200)
+    os.replace(out_dir / "loss.tmp", out_dir / "loss.png")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from support.ranks import World
+from support.world import World
 
 MOMENTUM = 0.95  # Jordan's value
 ROW_BETA = 0.95  # NorMuon's beta2

@@ -13,11 +13,11 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,9 +36,9 @@ from safetensors.torch import load_file
 import dataloader
 import prepare_data
 import train_gpt2
-from support import checkpoint, run_folder
+from support import checkpoint
 from support.cli import spell
-from support.tokenizer import missing_vocab
+from support.tokenizer import gpt2_tokenizer
 
 torch.backends.mps.is_available = lambda: False
 
@@ -49,13 +49,12 @@ TINY = {  # flags of a run of a second
     "sample_tokens": 20,
 }  # fmt: skip
 LONGEST = (  # of the slow tests
-    "test_the_whole_ladder", "test_the_soak_finds", "test_all_parts_run", "test_the_whole_124m",
-    "test_the_real_train_gpt2", "test_every_flipped_bit", "test_compile", "test_30_mb",
+    "test_the_soak_finds", "test_every_flipped_bit", "test_compile", "test_30_mb",
 )  # fmt: skip
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ... of pytest-xdist; none: alone
 NEEDS_POSIX = pytest.mark.skipif(os.name != "posix", reason="needs links, pipes and fork")
 NEEDS_GPT2 = pytest.mark.skipif(
-    bool(missing_vocab()), reason="TIKTOKEN_CACHE_DIR has no GPT-2 vocabulary"
+    gpt2_tokenizer() is None, reason="TIKTOKEN_CACHE_DIR has no GPT-2 vocabulary"
 )
 
 
@@ -78,32 +77,6 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """The longest first, so that no worker is left alone with them."""
     items.sort(key=lambda item: [name not in item.nodeid for name in LONGEST])
-
-
-def matrix() -> dict[str, tuple[str, list[str]]]:
-    """The rows of FAULTS.md: what is broken, and the tests that do it."""
-    text = Path(__file__).with_name("FAULTS.md").read_text(encoding="utf-8")
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| F")]
-    return {row: (broken, tests.split(", ")) for row, broken, tests in lines}
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    """After the slow tests: each row of the fault matrix, and what came of it; what tests found.
-    With pytest-xdist only the process that has the reports of all workers comes here."""
-    if config.getoption("markexpr") == "not slow":
-        return
-    outcomes = defaultdict(Counter)
-    for outcome in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(outcome, []):
-            outcomes[report.nodeid.split("::")[-1].split("[")[0]][outcome] += 1
-    terminalreporter.section("fault matrix")
-    for row, (broken, tests) in matrix().items():
-        total = sum((outcomes[name] for name in tests), Counter())
-        found = ", ".join(f"{count} {outcome}" for outcome, count in total.items())
-        terminalreporter.write_line(f"{row}  {found or 'in the default run':<18}  {broken}")
-    for report in terminalreporter.stats.get("passed", []):
-        for name, value in report.user_properties:
-            terminalreporter.write_line(f"{name}  {report.nodeid.split('::')[-1]}: {value}")
 
 
 def flags(**changes) -> list[str]:
@@ -236,8 +209,6 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after, in
     os.environ.update(env)
     os.chdir(folder)
     torch.set_num_threads(1)
-    if inductor := sys.modules.get("torch._inductor.config"):
-        inductor.cpp.use_decompose_tanh = True  # as main() sets it, before anything imports it
     name = f"rank{env.get('RANK', 0)}"
     sys.stdout, sys.stderr = (open(f"{name}.{end}", "w") for end in ("out", "err"))
     log_step = train_gpt2.log_step
@@ -248,11 +219,9 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after, in
             os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one
 
     train_gpt2.log_step = log_and_die
-    train_gpt2.ending.TIMEOUT_S = 250  # a hang shows its stacks before its test gives up
-    # These take a quarter of a second each, and no number of a run depends on them.
-    train_gpt2.device.matmul_tflops = lambda *_: 1.0
+    train_gpt2.device.commit = lambda: "a commit"  # the true one may change in between
     if "--log-every" not in argv:  # a test that wants loss.png says so by this flag
-        train_gpt2.log.draw_losses = lambda *_: None
+        train_gpt2.draw = lambda *_: None
     code = 1
     try:
         if inject:
@@ -370,12 +339,6 @@ def run(folder: Path, data_dir: Path, name: str = "run", ranks: int = 1, **chang
     return folder / name
 
 
-def state_after(step: int, tokenizer: str = "unknown") -> dict:
-    """What a checkpoint of a network alone needs of a run's state."""
-    config = {"data_dir": "", "steps": 9, "batch_tokens": 4}
-    return {"step": step, "tokenizer": tokenizer, "config": config, "val_losses": {}}
-
-
 def records(out_dir: Path, name: str) -> dict[int, float]:
     """Step -> value of name in the log; after a resume the later one counts."""
     lines = (out_dir / "log.jsonl").read_text().splitlines()
@@ -389,22 +352,181 @@ def losses(out_dir: Path) -> dict[int, float]:
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
     """The weights in the newest checkpoint of a run, as they are stored."""
-    return load_file(run_folder.checkpoints(out_dir)[0] / "model.safetensors")
+    return load_file(checkpoint.checkpoints(out_dir)[0] / "model.safetensors")
 
 
-def optimizer_state(out_dir: Path) -> dict[str, torch.Tensor]:
-    """The state of the optimizer in the newest checkpoint of a run."""
-    return load_file(run_folder.checkpoints(out_dir)[0] / "optimizer.safetensors")
+def moments(out_dir: Path) -> dict[str, torch.Tensor]:
+    """The tensors of Run.state() in the newest checkpoint of a run."""
+    return load_file(checkpoint.checkpoints(out_dir)[0] / "training.safetensors")
 
 
 def saved_state(out_dir: Path) -> dict:
-    """What state.json in the newest checkpoint of a run says."""
-    return checkpoint.read_state(run_folder.checkpoints(out_dir)[0])
+    """Run.state() in the newest good checkpoint of a run."""
+    return checkpoint.load_newest(out_dir)[1]
 
 
 def digest(out_dir: Path) -> str:
     """SHA-256 of weights and optimizer state in the newest checkpoint of a run."""
     sha256 = hashlib.sha256()
-    for name, tensor in {**weights(out_dir), **optimizer_state(out_dir)}.items():
+    for name, tensor in {**weights(out_dir), **moments(out_dir)}.items():
         sha256.update(name.encode() + tensor.numpy().tobytes())
     return sha256.hexdigest()
+
+
+# ---- Faults that are injected into a run, and what must come of it -------------------------------
+
+
+@dataclass
+class Trial:
+    """A run in a folder of its own, on its own copy of the data, which something happens to."""
+
+    folder: Path
+    data: Path  # which stays as it is
+    whole: dict[int, Path]  # the uninterrupted run, by the number of ranks
+
+    def __post_init__(self):
+        shutil.copytree(self.data, self.folder / "data")
+        self.out_dir = self.folder / "run"
+        self.log = self.out_dir / "log.jsonl"
+
+    def command(self, *more: str, **changes) -> list[str]:
+        """The same command begins a run and goes on with it."""
+        values = {"data_dir": "data", "out_dir": "run", "auto_resume": True}
+        return [*flags(**values | changes), *more]
+
+    def train(self, ranks: int = 1, inject=None, kill_after=None, **changes):
+        return train(self.command(**changes), self.folder, ranks, kill_after, inject)
+
+    def ends(self, line: list[str], ranks: int, inject) -> tuple[list[int], list[str]]:
+        """The exit code of each rank, and its errors."""
+        processes = start_ranks(line, self.folder, ranks, inject=inject)
+        for process in processes:
+            process.join(100)
+        errors = [(self.folder / f"rank{rank}.err").read_text() for rank in range(ranks)]
+        return [process.exitcode for process in processes], errors
+
+    def copy_whole(self, ranks: int = 1) -> Path:
+        return shutil.copytree(self.whole[ranks], self.out_dir)
+
+    def saved(self) -> list[int]:
+        return [checkpoint.step_of(path) for path in checkpoint.checkpoints(self.out_dir)]
+
+    def goes_on(self, ranks: int = 1, inject=None, **changes) -> tuple[str, str]:
+        """Repeat the command: now it ends, and nothing shows what happened. Return what it said."""
+        code, out, err = self.train(ranks, inject, data_dir=self.data, **changes)
+        assert code == 0, err
+        equal(self.out_dir, self.whole[ranks])
+        assert not list(self.out_dir.glob("step_*.tmp"))
+        return out, err
+
+
+@pytest.fixture
+def trial(data_dir, tmp_path, whole) -> Trial:
+    return Trial(tmp_path, data_dir, whole)
+
+
+def equal(out_dir: Path, other: Path):
+    """Assert that a run has logged the losses of the other, and ends with the same bits."""
+    assert losses(out_dir) == losses(other)
+    assert records(out_dir, "val_loss").items() >= records(other, "val_loss").items()
+    assert digest(out_dir) == digest(other)
+
+
+def snapshot(folder: Path) -> dict[Path, int]:
+    """When each file was written, but the locks, which each process writes anew."""
+    return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def flip(path: Path, bit: int):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def before(name: str, nth: int, act: Callable, on_rank: int, rank: int):
+    """Injection: on one rank, act comes before the nth call of a function of the script or of a
+    module in it, such as "train_step" or "checkpoint.save", and gets its arguments."""
+    *owners, last = name.split(".")
+    owner = train_gpt2
+    for part in owners:
+        owner = getattr(owner, part)
+    function, calls = getattr(owner, last), itertools.count(1)
+
+    def acted(*args, **kwargs):
+        if rank == on_rank and next(calls) == nth:
+            act(*args)
+        return function(*args, **kwargs)
+
+    setattr(owner, last, acted)
+
+
+def at(name: str, nth: int, act: Callable, *args, on_rank: int = 0) -> Callable:
+    return partial(before, name, nth, partial(act, *args), on_rank)
+
+
+def send(number: int, *_):
+    os.kill(os.getpid(), number)
+
+
+def raise_error(error: Exception, *_):
+    raise error
+
+
+def large_scale(rank: int):
+    """Injection: the first steps of --fp16 overflow."""
+    torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=2.0**23)
+
+
+def at_file_operation(nth: int, act: Callable, rank: int = 0):
+    """Injection: act(None) comes before the nth operation of rank 0 on files; act(number) if it is
+    a synchronization of that file, and act(path) after half of some tensors are written there."""
+    calls, fsync, save_file = itertools.count(1), os.fsync, checkpoint.save_file
+
+    def is_now() -> bool:
+        return rank == 0 and next(calls) == nth
+
+    def audit(event: str, args: tuple):
+        writes = event == "open" and str(args[1])[0] in "wx"
+        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+        if (writes or changes) and is_now():
+            act(None)
+
+    def checked_fsync(number: int):
+        if is_now():
+            act(number)
+        fsync(number)
+
+    def checked_save_file(tensors, path: Path, *args):
+        save_file(tensors, path, *args)
+        if is_now():
+            os.truncate(path, path.stat().st_size // 2)
+            act(path)
+
+    os.fsync, checkpoint.save_file = checked_fsync, checked_save_file
+    sys.addaudithook(audit)
+
+
+def die(place=None):
+    """What was not synchronized is torn."""
+    if isinstance(place, int):
+        with suppress(OSError):  # a folder
+            os.ftruncate(place, os.fstat(place).st_size // 2)
+    os._exit(137)
+
+
+def wait_for(condition: Callable, seconds: float = 300):
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds
+        time.sleep(0.02)
+
+
+def refused(line: list[str], capfd, code: int = 2, lines: int = 1) -> str:
+    """The one line with which the program refuses a command line; it writes nothing."""
+    before = snapshot(Path())
+    capfd.readouterr()
+    assert train_gpt2.main(line) == code
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == lines, (out, err)
+    assert snapshot(Path()) == before
+    return err

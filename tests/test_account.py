@@ -24,9 +24,9 @@ from data_helpers import error_of, stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support import formats
-from support.ending import UserError
-from support.inputs import Account, Reader, files_in
+from prepare import formats
+from prepare.ending import UserError
+from prepare.inputs import Account, Reader, files_in
 
 A, B, C = b'{"text": "a"}', b'{"text": "b"}', b'{"text": "c"}'
 FRENCH = "Les élèves étaient à l'école, où l'été commence.\n"

@@ -1,441 +1,572 @@
-"""Tests ../support/checkpoint.py: what is saved is read back to the bit, or refused by name."""
+"""Tests ../support/checkpoint.py: what is saved is read back to the bit, or refused; and every
+checkpoint is a Hugging Face model. The oracle for that is transformers."""
 
-import hashlib
+import errno
+import io
+import itertools
 import json
+import math
+import multiprocessing
 import os
-import re
 import shutil
-from contextlib import nullcontext
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import (
-    NEEDS_POSIX,
-    digest,
-    each_flipped,
-    flags,
-    losses,
-    saved_state,
-    state_after,
-    train,
-)
+import torch.nn.functional as F
+from conftest import NEEDS_GPT2, NEEDS_POSIX, each_flipped, records
 from safetensors.torch import load_file, save_file
-from torch.testing import assert_close
+from test_model import generate, hugging_face, tokens
 
 import sample
-import train_gpt2
 from config import TrainConfig
 from model import GPT, GPTConfig
-from support import checkpoint, plan, pretrained
+from support import checkpoint, folder
 from support.checkpoint import (
-    DamagedCheckpoint,
-    check_read_back,
+    SUMS,
+    Damaged,
     checkpoints,
+    find_weights,
+    flatten,
+    hf_weights,
     load_model,
-    save,
+    load_newest,
+    load_weights,
+    newest,
+    save_weights,
     verify,
 )
-from support.ending import NoGoodCheckpoint, UserError
-from support.files import FolderLock
-from support.pretrained import load_weights, read_weights
-from support.ranks import World
-from train_gpt2 import make_optimizer
+from support.cli import RunError, UserError
+from support.tokenizer import bytes_tokenizer, gpt2_tokenizer
+from support.world import World
+from train_gpt2 import Run, make_optimizer
 
-SHAPE = GPTConfig(vocab_size=5, seq_len=2, n_layer=1, n_head=1, n_embd=4)
-LN_F = "transformer.ln_f.weight"
-MUON = pytest.mark.parametrize("muon", [False, True])
+ALONE = World(0, 1, torch.device("cpu"))
+SHAPE = GPTConfig(vocab_size=257, seq_len=2, n_layer=1, n_head=1, n_embd=4)
+SMALL = GPTConfig(vocab_size=997, seq_len=32, n_layer=2, n_head=12, n_embd=96)
+SMALLEST = GPTConfig(vocab_size=3, seq_len=2, n_layer=1, n_head=1, n_embd=2)
+WEIGHTS = "model.safetensors"
+TEXT = "Hello,  wörld 🙂\n\tx1234 ."
 
 
-def after_steps(count: int, muon: bool = False) -> tuple[GPT, torch.optim.Optimizer]:
-    """Return a network and its optimizer after so many steps."""
-    model = GPT(SHAPE)
+def after_steps(count: int, muon: bool = False) -> Run:
+    """A run of a tiny network after so many steps, with what a checkpoint needs of it."""
     config = TrainConfig(muon=muon, bf16=False, steps=9, warmup_steps=0, learning_rate=0.01)
-    optimizer = make_optimizer(model, config, World(0, 1, torch.device("cpu")))
+    model = GPT(SHAPE)
+    run = SimpleNamespace(step=0, config=config, model=model, val_losses={}, machine={"ranks": 1})
+    run.optimizer, run.scaler = make_optimizer(model, config, ALONE), torch.amp.GradScaler("cpu")
+    run.loader, run.data = SimpleNamespace(position=0), SimpleNamespace(fingerprint="abc")
     for _ in range(count):
-        make_step(model, optimizer)
-    return model, optimizer
+        make_step(run)
+    return run
 
 
-def make_step(model: GPT, optimizer: torch.optim.Optimizer):
+def make_step(run: Run):
     idx = torch.tensor([[1, 2], [3, 4]])
-    model(idx, idx.flip(1)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    run.model(idx, idx.flip(1)).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step += 1
+    run.loader.position += 2
+    run.val_losses[run.step] = math.pi / run.step
 
 
-def saved(folder: Path, step: int = 7, muon: bool = False) -> Path:
-    return save(FolderLock(folder), *after_steps(3, muon), state_after(step))
+def saved(out_dir: Path, step: int = 7, keep: int = 2) -> Path:
+    """A checkpoint of a network whose weights are all `step`; older ones are rotated."""
+    run = after_steps(1)
+    run.step = step
+    for p in run.model.parameters():
+        p.data.fill_(step)
+    checkpoint.save(out_dir, run.model, Run.state(run), bytes_tokenizer(), "bytes")
+    checkpoint.rotate(out_dir, step, keep, {})
+    return out_dir / f"step_{step:06d}"
 
 
-def with_digests(path: Path) -> list[Path]:
-    """The files of a checkpoint that SHA256SUMS covers, or must: all but itself and the card."""
-    return [file for file in sorted(path.iterdir()) if file.name not in ("SHA256SUMS", "README.md")]
+def is_whole(path: Path) -> bool:
+    """Whether it is what saved() wrote for its step."""
+    with suppress(Damaged):
+        verify(path, for_resume=True)
+        tensors = load_file(path / "model.safetensors").values()
+        return all(bool((tensor == checkpoint.step_of(path)).all()) for tensor in tensors)
+    return False
+
+
+def flip(path: Path, bit: int = 9999):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def loaded(path: Path, **changes) -> GPT:
+    weights = find_weights(str(path))
+    model = GPT(replace(weights.shape, **changes))
+    load_weights(model, weights.folder)
+    return model
 
 
 # ---- What is saved is what is read ---------------------------------------------------------------
 
 
-@MUON
-def test_a_saved_network_and_its_optimizer_go_on_to_the_bit(tmp_path, muon):
-    model, optimizer = after_steps(3, muon)
-    path = save(FolderLock(tmp_path), model, optimizer, state_after(3))
-    check_read_back(path, model, optimizer)
-    names = {name for name, p in model.named_parameters() for _ in optimizer.state[p]}
-    assert names == {name for name, _ in model.named_parameters()}
-    copy, its_optimizer = after_steps(1, muon)  # has a state of its own, which must go
-    for group in its_optimizer.param_groups:
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_saved_run_goes_on_to_the_bit(tmp_path, muon):
+    run = after_steps(3, muon)
+    state = Run.state(run)
+    checkpoint.save(tmp_path, run.model, state, bytes_tokenizer(), "bytes")
+    path, found = load_newest(tmp_path)
+    assert path.name == "step_000003"
+    other = after_steps(1, muon)  # has a state of its own, which must go
+    for group in other.optimizer.param_groups:
         group["lr"] = 0.02
-    load_weights(copy, read_weights(path))
-    checkpoint.load_optimizer(path, copy, its_optimizer)
-    assert all(group["lr"] == 0.02 for group in its_optimizer.param_groups)  # this command's
-    for m, o in ((model, optimizer), (copy, its_optimizer)):
-        for group in o.param_groups:
+    load_weights(other.model, path)
+    Run.restore(other, found)
+    assert all(group["lr"] == 0.02 for group in other.optimizer.param_groups)  # flags may change
+    assert flatten(Run.state(other))[1] == flatten(state)[1]
+    for each in (run, other):
+        for group in each.optimizer.param_groups:
             group["lr"] = 0.01
-        make_step(m, o)
-    assert all(map(torch.equal, model.parameters(), copy.parameters()))
-    for p, q in zip(model.parameters(), copy.parameters(), strict=True):
-        state, other = optimizer.state[p], its_optimizer.state[q]
-        assert state.keys() == other.keys()
-        assert all(torch.equal(state[key], other[key]) for key in state)
-    assert not copy.lm_head.weight[SHAPE.vocab_size :].any()  # padded rows
+        make_step(each)
+    assert all(map(torch.equal, run.model.parameters(), other.model.parameters()))
+    (ours, rest), (theirs, other_rest) = (flatten(Run.state(each)) for each in (run, other))
+    assert ours.keys() == theirs.keys() and rest == other_rest
+    assert all(map(same_bits, ours.values(), theirs.values()))
+    assert not other.model.lm_head.weight[SHAPE.vocab_size :].any()  # padded rows
 
 
-def test_a_save_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
-    """In a weight, in the optimizer, in the shape, or by a forgotten name."""
-    model, optimizer = after_steps(3)
-    path = save(FolderLock(tmp_path), model, optimizer, state_after(3))
-    moment = optimizer.state[model.transformer.ln_f.bias]["exp_avg"]
-    for tensor in (model.transformer.wpe.weight, moment):
-        before = tensor.clone()
-        tensor.data += 1
-        with pytest.raises(RuntimeError, match="differs when read back"):
-            check_read_back(path, model, optimizer)
-        tensor.data.copy_(before)
-        check_read_back(path, model, optimizer)
-    model.config = GPTConfig(vocab_size=5, seq_len=2, n_layer=1, n_head=2, n_embd=4)
-    with pytest.raises(RuntimeError, match="n_head=2"):
-        check_read_back(path, model, optimizer)
-    every = pretrained.hf_weights(model)
-    kept = {name: tensor for name, tensor in every.items() if "ln_f" not in name}
-    monkeypatch.setattr(pretrained, "hf_weights", lambda _: kept)
-    path = save(FolderLock(tmp_path), model, optimizer, state_after(4))
-    with pytest.raises(UserError, match="missing .*ln_f"):
-        check_read_back(path, model, optimizer)
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
-def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path):
-    for name in (whole[1], whole[1] / "step_000010", whole[1] / "step_000012/model.safetensors"):
+def test_any_state_of_tensors_numbers_and_strings_comes_back(tmp_path):
+    state = {
+        "step": 7,
+        "none": None,
+        "flags": {"x": True, "text": "12", "rate": 0.1 + 0.2, "empty": {}, "list": []},
+        "by number": {0: [torch.arange(3), {10: torch.tensor(math.nan)}], 2: -0.0},
+        "tensors": [torch.randn(2, 3).bfloat16().t(), torch.zeros(0), torch.tensor(True)],
+    }
+    checkpoint.save(tmp_path, GPT(SMALLEST), state, None, "")
+    _, found = load_newest(tmp_path)
+    (ours, rest), (theirs, other_rest) = flatten(state), flatten(found)
+    assert ours.keys() == theirs.keys() and repr(rest) == repr(other_rest)
+    assert all(map(same_bits, ours.values(), theirs.values()))
+    assert found["by number"].keys() == {0, 2} and isinstance(found["tensors"], list)
+    assert checkpoint.unflatten(*flatten(state)[::-1])["none"] is None
+    with pytest.raises(TypeError):  # at the first save
+        checkpoint.save(tmp_path, GPT(SMALLEST), {"step": 8, "set": {1}}, None, "")
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000007"]
+
+
+def test_python_loads_the_network_and_the_tokenizer_of_a_run(whole, tmp_path, monkeypatch):
+    for name in (whole[1], whole[1] / "step_000010"):
         model, tokenizer = load_model(str(name))
         assert tokenizer.encode("a") == [97] and not model.training
         idx = torch.tensor([tokenizer.encode("def")])
         assert model.logits(idx).shape == (1, 3, model.config.num_rows)
-    saved = read_weights(whole[1] / "step_000012").weights
-    assert_close(model.transformer.ln_f.weight, saved[LN_F])
-    with pytest.raises(UserError, match="there is no such file or folder"):
-        load_model(str(tmp_path / "nothing"))
-    with pytest.raises(UserError, match="step_000009 is not there: .* has step_000012, step_0000"):
-        load_model(str(whole[1] / "step_000009"))
-
-
-def test_a_checkpoint_has_a_card_that_people_can_edit(whole):
-    path = whole[1] / "step_000012"
-    card = (path / "README.md").read_text(encoding="utf-8")
-    assert "2 layers, 2 heads, 32 channels" in card and "257 tokens (bytes)" in card
-    assert "12 of 12 steps of 192 tokens" in card and "pipeline(" in card
-    ends = json.loads((path / "generation_config.json").read_text())
-    assert ends == {"bos_token_id": 256, "eos_token_id": 256}
-    assert (
-        f"After step 12: {json.loads((whole[1] / 'summary.json').read_text())['val_loss']:.4f}"
-        in card
-    )
-    (path / "README.md").write_text("mine")
-    verify(path)
-    (path / "README.md").write_text(card)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in (tmp_path / "nothing", whole[1] / "step_000009", whole[1] / "log.jsonl"):
+        with pytest.raises(UserError, match=name.name):
+            load_model(str(name))
 
 
 @NEEDS_POSIX
-def test_others_may_read_all_files_of_a_checkpoint_or_none(tmp_path):
-    modes = {file.stat().st_mode for file in saved(tmp_path).iterdir()}
-    assert len(modes) == 1
+def test_others_may_read_all_files_or_none(tmp_path):
+    assert len({file.stat().st_mode for file in saved(tmp_path).iterdir()}) == 1
+
+
+# ---- Every file operation of a save --------------------------------------------------------------
+
+
+def crash(at: int):
+    """Die before the nth operation on files; what it would have synchronized is torn."""
+    calls, fsync = itertools.count(1), os.fsync
+
+    def audit(event: str, args: tuple):
+        writes = event == "open" and str(args[1])[0] in "wx"
+        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+        if (writes or changes) and next(calls) == at:
+            os._exit(137)
+
+    def torn_fsync(fd):
+        if next(calls) == at:
+            with suppress(OSError):  # a folder
+                os.ftruncate(fd, os.fstat(fd).st_size // 2)
+            os._exit(137)
+        fsync(fd)
+
+    os.fsync = torn_fsync
+    sys.addaudithook(audit)
+
+
+def in_child(action: Callable, at: int) -> int:
+    """The exit code of action in a process that dies before its nth operation; 0: it ended."""
+    child = multiprocessing.get_context("fork").Process(target=lambda: (crash(at), action()))
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 @NEEDS_POSIX
-def test_a_disk_without_modes_is_no_obstacle(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError("such as of a drive in the cloud")
+@pytest.mark.parametrize("is_damaged", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_crash_at_every_operation_of_a_save_leaves_old_or_new(tmp_path, is_damaged):
+    """Also where a step is saved for the second time, since its first checkpoint is damaged."""
+    (tmp_path / "before").mkdir()
+    for step in (1, 2, 3):
+        last = saved(tmp_path / "before", step)
+    new = 3 if is_damaged else 4
+    if is_damaged:
+        flip(last / "model.safetensors")
+    for at in itertools.count(1):
+        out_dir = shutil.copytree(tmp_path / "before", tmp_path / str(at))
+        code = in_child(partial(saved, out_dir, new), at)
+        if code == 0:
+            break
+        assert code == 137
+        assert is_whole(newest(out_dir))
+        assert sum(map(is_whole, checkpoints(out_dir))) >= 2 - is_damaged
+        folder.lock(out_dir, ALONE).release()  # removes what is unfinished
+        assert not list(out_dir.glob("*.tmp"))
+    assert at > 20 and checkpoint.step_of(newest(out_dir)) == new and len(checkpoints(out_dir)) == 2
 
-    monkeypatch.setattr(os, "chmod", refuse)
-    assert saved(tmp_path).is_dir()
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_save_is_on_the_disk_before_it_counts_and_before_an_older_one_goes(tmp_path, monkeypatch):
+    """So no power failure takes it: a disk may keep what is not synchronized in any order."""
+    inodes, events = set(), []
+    fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
+
+    def logged_fsync(fd):
+        fsync(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        inodes.add(path.stat().st_ino)
+        events.extend(["synced"] if path == tmp_path else [])
+
+    def logged_rename(old, new):
+        assert {path.stat().st_ino for path in (Path(old), *Path(old).iterdir())} <= inodes
+        events.append(Path(new).name)
+        rename(old, new)
+
+    def logged_rmtree(path, **options):
+        events.extend([f"removed {path.name}"] if path.suffix != ".tmp" else [])
+        rmtree(path, **options)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "rename", logged_rename)
+    monkeypatch.setattr(shutil, "rmtree", logged_rmtree)
+    for step in range(1, 4):
+        saved(tmp_path, step)
+    saves = [[f"step_00000{step}", "synced"] for step in range(1, 4)]
+    assert events == [*itertools.chain(*saves), "removed step_000001"]
 
 
-def test_a_network_that_can_not_be_saved_fails_before_the_first_step(
-    data_dir, tmp_path, monkeypatch, capsys
-):
-    hf_weights = pretrained.hf_weights
+def test_a_rename_waits_for_who_holds_a_file_for_a_moment(tmp_path, monkeypatch):
+    waited, rename = [], os.rename
 
-    def forgetful(model: GPT) -> dict:
-        return {name: p for name, p in hf_weights(model).items() if "ln_f" not in name}
+    def held(old, new):
+        if len(waited) < seconds:
+            raise PermissionError(errno.EACCES, "a scanner holds it")
+        rename(old, new)
 
-    monkeypatch.setattr(pretrained, "hf_weights", forgetful)
-    assert train_gpt2.main(flags(data_dir=data_dir, out_dir=tmp_path / "run")) == 2
-    assert "ln_f" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    monkeypatch.setattr(os, "rename", held)
+    monkeypatch.setattr("time.sleep", waited.append)
+    seconds = 3
+    assert is_whole(saved(tmp_path, 1)) and waited
+    waited, seconds = [], 99
+    monkeypatch.setattr("time.sleep", waited.append)
+    with pytest.raises(RunError, match="step_000002"):
+        saved(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert 1 <= sum(waited) < 30
+
+
+def test_a_rotation_keeps_the_newest_and_the_best(tmp_path):
+    for step in range(1, 8):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    losses = {2: 3.0, 4: 2.0, 9: 1.0}  # 9 is not on the disk
+    checkpoint.rotate(tmp_path, 6, 2, losses)  # those after it are damaged
+    assert [checkpoint.step_of(path) for path in checkpoints(tmp_path)] == [7, 6, 5, 4]
+    checkpoint.rotate(tmp_path, 7, 2, losses)
+    assert [checkpoint.step_of(path) for path in checkpoints(tmp_path)] == [7, 6, 4]
 
 
 # ---- Damage --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stride", [61, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_flipped_bit_of_a_checkpoint_is_refused(tmp_path, stride, record_property):
-    path, count = saved(tmp_path), 0
-    verify(path)
-    for file in [*with_digests(path), path / "SHA256SUMS"]:
-        for bit in each_flipped(file, range(0, 8 * file.stat().st_size, stride)):
+def test_every_flipped_bit_is_noticed(tmp_path, stride, record_property):
+    path, missed, count = saved(tmp_path), [], 0
+    verify(path, for_resume=True)
+    for file in sorted(path.iterdir()):
+        size = 8 * file.stat().st_size
+        for bit in each_flipped(file, sorted({*range(0, size, stride), *range(size - 8, size)})):
             count += 1
-            with pytest.raises(DamagedCheckpoint, match="is damaged"):
-                verify(path)
-                raise AssertionError(f"{file.name}, bit {bit}")
+            with suppress(Damaged):
+                verify(path, for_resume=True)
+                missed.append((file.name, bit, size))
     record_property("flips", count)
-    assert count > 500
+    assert not missed and count > 500
 
 
-def test_a_file_that_is_cut_or_missing_is_refused(tmp_path):
+def test_a_file_that_is_cut_or_missing_is_noticed(tmp_path):
     path = saved(tmp_path)
-    for file in [*with_digests(path), path / "SHA256SUMS"]:
+    subprocess.run(["sha256sum", "-c", "--strict", SUMS], cwd=path, check=True)
+    for file in path.iterdir():
         content = file.read_bytes()
         for size in (0, 1, len(content) // 2, len(content) - 1, None):
             file.unlink() if size is None else file.write_bytes(content[:size])
-            with pytest.raises(DamagedCheckpoint, match=file.name):
-                verify(path)
+            with pytest.raises(Damaged):
+                verify(path, for_resume=True)
+                raise AssertionError(f"{file.name} of {size} bytes")
         file.write_bytes(content)
-    verify(path)
+    verify(path, for_resume=True)
 
 
 def test_the_newest_good_checkpoint_is_taken_and_each_damaged_one_named(tmp_path, capsys):
-    assert checkpoint.newest(tmp_path) is None
-    paths = [saved(tmp_path, step) for step in (1, 2, 3)]
-    assert checkpoint.newest(tmp_path) == paths[2]
+    assert newest(tmp_path) is None
+    with pytest.raises(UserError, match=str(tmp_path)):
+        load_newest(tmp_path)
+    paths = [saved(tmp_path, step, keep=9) for step in (1, 2, 3)]
+    assert newest(tmp_path) == paths[2]
     (paths[2] / "state.json").write_text("{}")
-    assert checkpoint.newest(tmp_path) == paths[1]
-    assert checkpoint.find_weights(str(tmp_path)) == paths[1]
-    err = capsys.readouterr().err
-    assert err.count("\n") == 2 and err.count(str(paths[2] / "state.json")) == 2
-    with pytest.raises(UserError, match="state.json is damaged"):  # it was asked for by name
-        checkpoint.find_weights(str(paths[2]))
-    for path in paths[:2]:
-        (path / "model.safetensors").unlink()
-    with pytest.raises(NoGoodCheckpoint, match=str(tmp_path)):
-        checkpoint.newest(tmp_path)
+    assert load_newest(tmp_path)[0] == newest(tmp_path) == paths[1]
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 2 and all("step_000003" in line and "state.json" in line for line in err)
+    assert find_weights(str(tmp_path)).folder == paths[2]  # whose weights are good
+    for path in paths:
+        flip(path / "model.safetensors")
+    for for_resume in (True, False):
+        with pytest.raises(RunError, match=str(tmp_path)) as error:
+            newest(tmp_path, for_resume)
+        err = capsys.readouterr().err
+        assert error.value.exit_code == 1 and all(path.name in err for path in paths)
+    assert checkpoints(tmp_path) == paths[::-1]  # nothing was removed
 
 
-@pytest.mark.parametrize(
-    "kept", ["config.json model.safetensors", "*.json *.safetensors", "[!os]*", "[!o]*"]
-)
-def test_what_a_friend_was_sent_has_weights_but_can_not_be_resumed(whole, tmp_path, kept, capsys):
-    run = tmp_path / "run"
-    for step in whole[1].glob("step_*"):
-        for pattern in kept.split():
-            for file in step.glob(pattern):
-                (run / step.name).mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, run / step.name)
-        (run / step.name / "optimizer.safetensors").unlink(missing_ok=True)
-    newest = run / "step_000012"
-    for name in (run, newest, newest / "model.safetensors"):
-        model, _ = load_model(str(name))
-        assert model.config.n_layer == 2
-    with pytest.raises(NoGoodCheckpoint):
-        checkpoint.newest(run)
-    err = capsys.readouterr().err
-    assert re.search(
-        "step_000012 lacks optimizer.*, which a resume needs, but not --init-from;", err
-    )
-    checkpoint.rotate(run, 0, 1, {})
-    assert len(checkpoints(run)) == len(checkpoints(whole[1]))  # somebody may want these weights
-    content = (newest / "model.safetensors").read_bytes()
-    (newest / "model.safetensors").write_bytes(content[:-1] + b"?")
-    is_whole = not (newest / "SHA256SUMS").exists()  # then nobody can know
-    with nullcontext() if is_whole else pytest.raises(DamagedCheckpoint, match="model.safetensors"):
-        load_model(str(newest))
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_disk_that_fails_is_no_damage(tmp_path, monkeypatch, number):
+    """The run ends, and nothing is removed: the same checkpoint may be read tomorrow."""
+    paths = [saved(tmp_path, step) for step in (1, 2)]
+    opened = io.open
+    for name in (SUMS, "config.json", "model.safetensors", "state.json", "training.safetensors"):
+
+        def fail(file, *args, name=name, **options):
+            if Path(file) == paths[1] / name:
+                raise OSError(number, os.strerror(number), str(file))
+            return opened(file, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("builtins.open", fail)
+            patch.setattr("io.open", fail)
+            with pytest.raises(RunError, match="step_000002.*" + os.strerror(number)) as error:
+                newest(tmp_path)
+        assert error.value.exit_code == 1
+    assert all(map(is_whole, paths)) and len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("reader", ["sample.py", "load_model", "--init-from", "--eval-only"])
-@pytest.mark.parametrize("function", ["checkpoint.verify", "pretrained.read_file"])
-def test_a_reader_whose_checkpoint_a_live_run_removes_looks_again(
-    function, reader, whole, tmp_path, monkeypatch, capsys
-):
-    """Wherever that happens: here, at the first call of a function that reads it."""
+def test_a_checkpoint_of_the_format_before_gives_its_weights_and_no_resume(tmp_path):
+    path = saved(tmp_path)
+    (path / "training.safetensors").rename(path / "optimizer.safetensors")
+    sums = (path / SUMS).read_text().replace("training.", "optimizer.")
+    (path / SUMS).write_text(sums)
+    with pytest.raises(UserError, match=f"--init-from {path}"):
+        newest(tmp_path)
+    for name in (tmp_path, path):
+        weights = find_weights(str(name))
+        assert (weights.folder, weights.shape, weights.tokenizer) == (path, SHAPE, "bytes")
+        assert all(bool((p[:257] == 7).all()) for p in loaded(name).parameters())
+    (path / SUMS).unlink()
+    with pytest.raises(RunError):
+        find_weights(str(tmp_path))
+
+
+# ---- A checkpoint in transformers ----------------------------------------------------------------
+
+
+def check_in_transformers(path: Path):
+    """Check that a checkpoint has our logits in transformers, our text, and our tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    model, tokenizer = load_model(str(path))
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    V, T = model.config.vocab_size, model.config.seq_len
+    idx = tokens(4, T, vocab_size=V)
+    logits = oracle(idx).logits
+    assert logits.shape == (4, T, V) and model.config.num_rows > V
+    assert (model.logits(idx)[..., :V] - logits).abs().max() <= 1e-5 * logits.abs().max()
+    assert oracle.generation_config.eos_token_id == theirs.eos_token_id == tokenizer.end_of_text
+    assert theirs.model_max_length == T
+    ids = tokenizer.encode(TEXT)
+    assert theirs(TEXT)["input_ids"] == ids and theirs.decode(ids) == TEXT
+    prompt = idx[:1, :4]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(prompt)
+    text = oracle.generate(prompt, attention_mask=mask, max_new_tokens=T - 4, **options)
+    assert torch.equal(generate(model, prompt, T - 4, temperature=0), text)
+    return oracle
+
+
+def test_a_checkpoint_of_a_run_is_the_same_network_in_transformers(whole, data_dir):
+    """Its validation loss there is the one that the run has logged."""
+    oracle = check_in_transformers(whole[1] / "step_000012")
+    shard = np.fromfile(data_dir / "val_000000.bin", "<u2")[512:].astype(np.int64)
+    rows = torch.from_numpy(shard[: 512 + 1]).unfold(0, 17, 16)  # 32 sequences and targets
+    with torch.no_grad():
+        logits = oracle(rows[:, :-1]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    assert records(whole[1], "val_loss")[12] == pytest.approx(loss.item(), rel=1e-6)
+
+
+@NEEDS_GPT2
+def test_a_checkpoint_with_gpt2s_tokens_is_the_same_network_in_transformers(tmp_path):
+    model = GPT(GPTConfig(seq_len=16, n_layer=2, n_head=2, n_embd=8))
+    save_weights(tmp_path, model, gpt2_tokenizer(), "gpt2")
+    check_in_transformers(tmp_path)
+
+
+@dataclass(frozen=True)
+class Changed(GPTConfig):
+    relu2: bool = False
+
+
+def test_transformers_refuses_a_changed_network_by_the_name_of_its_field(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    shape = Changed(257, 16, 1, 1, 8, relu2=True)
+    save_weights(tmp_path, GPT(shape), bytes_tokenizer(), "bytes")
+    with pytest.raises(ValueError, match="relu2=True"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="relu2"):  # of a program that does not know the field
+        find_weights(str(tmp_path))
+    monkeypatch.setattr(checkpoint, "GPTConfig", Changed)  # its own program does
+    assert find_weights(str(tmp_path)).shape == shape
+    save_weights(tmp_path, GPT(replace(shape, relu2=False)), bytes_tokenizer(), "bytes")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# ---- Hugging Face's folders ----------------------------------------------------------------------
+
+
+def test_a_folder_of_hugging_faces_loads_and_goes_back_bit_for_bit(tmp_path):
+    """As it may be stored: also without a prefix, as OpenAI's is, in many files, and with what
+    old versions wrote."""
+    oracle = hugging_face(SMALL)
+    oracle.save_pretrained(tmp_path / "whole")
+    oracle.transformer.save_pretrained(tmp_path / "plain")
+    oracle.save_pretrained(tmp_path / "split", max_shard_size="100KB")
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 2
+    theirs = {n: p for n, p in oracle.state_dict().items() if n != "lm_head.weight"}
+    old = shutil.copytree(tmp_path / "whole", tmp_path / "old") / "model.safetensors"
+    masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(2)}
+    masks |= {f"transformer.h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
+    head = {"lm_head.weight": theirs["transformer.wte.weight"].clone()}
+    save_file(theirs | masks | head, old)
+    for source in ("whole", "plain", "split", "old"):
+        model = loaded(tmp_path / source)
+        assert model.config == SMALL and not model.lm_head.weight[997:].any()
+        back = hf_weights(model)
+        assert back.keys() == theirs.keys()
+        assert all(same_bits(back[name], theirs[name]) for name in back)
+    idx = tokens(2, 32, vocab_size=997)
+    logits = oracle(idx).logits
+    for changes in ({}, {"pad_vocab": False}, {"seq_len": 16}):
+        T = changes.get("seq_len", 32)
+        ours = loaded(tmp_path / "whole", **changes).logits(idx[:, :T])[..., :997]
+        assert (ours - logits[:, :T]).abs().max() <= 1e-5 * logits.abs().max()
+
+
+def test_what_hugging_faces_tools_changed_in_our_checkpoint_counts(whole, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path = whole[1] / "step_000012"
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    oracle.resize_token_embeddings(300, mean_resizing=False)
+    oracle.save_pretrained(tmp_path / "more")
+    assert "train_gpt2" in json.loads((tmp_path / "more/config.json").read_text())
+    model = loaded(tmp_path / "more")
+    assert model.config == replace(loaded(path).config, vocab_size=300)
+    idx = tokens(2, 16, vocab_size=300)
+    logits = oracle(idx).logits
+    assert (model.logits(idx)[..., :300] - logits).abs().max() <= 1e-5 * logits.abs().max()
+    edit_config(tmp_path / "more", activation_function="relu")
+    with pytest.raises(UserError, match="activation_function relu"):
+        find_weights(str(tmp_path / "more"))
+
+
+def hf_folder(path: Path) -> Path:
+    path.mkdir()
+    save_weights(path, GPT(SMALLEST), None, "")
+    return path
+
+
+def edit_config(path: Path, **changes):
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | changes))
+
+
+def edit_tensors(path: Path, **changes: torch.Tensor):
+    changes = {f"transformer.{name}.bias": tensor for name, tensor in changes.items()}
+    save_file(load_file(path / WEIGHTS) | changes, path / WEIGHTS)
+
+
+def write_index(path: Path, file: str):
+    (path / WEIGHTS).unlink()
+    index = json.dumps({"weight_map": {"wte.weight": file}})
+    (path / f"{WEIGHTS}.index.json").write_text(index)
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+BROKEN = {  # what is done to the folder, and a word that the line must have
+    "a shape": (lambda f: edit_tensors(f, ln_f=torch.zeros(7)), "ln_f.bias"),
+    "a name": (lambda f: edit_tensors(f, extra=torch.zeros(2)), "extra.bias"),
+    "nan": (lambda f: edit_tensors(f, ln_f=torch.tensor([0.0, math.nan])), "ln_f.bias"),
+    "cut": (lambda f: os.truncate(f / WEIGHTS, 300), "hf"),
+    "LFS": (lambda f: (f / WEIGHTS).write_text("version https://git-lfs.github.com/"), "hf"),
+    "a pickle": (lambda f: torch.save({"wpe": Evil()}, f / WEIGHTS), "hf"),
+    "a missing part": (lambda f: write_index(f, "none.safetensors"), "none"),
+    "relu": (lambda f: edit_config(f, activation_function="relu"), "relu"),
+    "llama": (lambda f: edit_config(f, model_type="llama", train_gpt2={"shape": {}}), "llama"),
+    "a list": (lambda f: (f / "config.json").write_text("[1]"), "hf"),
+    "another field": (lambda f: edit_config(f, train_gpt2={"shape": {"rotary": 1}}), "rotary"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_one_line_and_runs_no_code(tmp_path, monkeypatch, capsys, what):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(whole[1], "run")
-    module = {"checkpoint": checkpoint, "pretrained": pretrained}[function.split(".")[0]]
-    read = getattr(module, function.split(".")[1])
-
-    def rotated(path, *args):
-        if os.path.isdir("run/step_000012"):
-            shutil.rmtree("run/step_000012")
-        return read(path, *args)
-
-    monkeypatch.setattr(module, function.split(".")[1], rotated)
-    if reader == "sample.py":
-        assert sample.main(["run", "--prompt", "a", "--sample-tokens", "2"]) == 0
-    elif reader == "load_model":
-        load_model("run")
-    elif reader == "--init-from":
-        found, _ = plan.find_start({"init_from": "run"}, Path("new"))
-        assert found.path == Path("run/step_000010")
-    else:
-        assert train_gpt2.main(["--eval-only", "--out-dir", "run"]) == 0
-        assert "step_000010: 512 validation tokens" in capsys.readouterr().out
-    said = f"sample.py: sampling from {Path('run/step_000010')}\n"
-    assert capsys.readouterr().err == (said if reader == "sample.py" else "")
+    act, word = BROKEN[what]
+    act(hf_folder(Path("hf")))
+    assert sample.main(["hf", "--prompt="]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and word in err and os.listdir() == ["hf"]
 
 
-def test_names_that_only_look_like_checkpoints_are_none(tmp_path):
-    numbers = ("\u00b2", "7", "", "0000007", "\u0660" * 5 + "\u0661", "9" * 99, "-00001", "1e0005")
-    for name in (*(f"step_{number}" for number in numbers), "step_000002.tmp"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "step_000003").touch()
-    assert not checkpoints(tmp_path)
-    path = saved(tmp_path, 1234567)
-    assert checkpoints(tmp_path) == [path]
+NOT_FOUND = "401 Client Error. (Request ID: 1)\n\nRepository Not Found for url: https://a\nPlease."
 
 
-def test_a_rotation_keeps_the_newest_and_the_best(tmp_path):
-    for step in range(1, 8):
-        saved(tmp_path, step)
-    checkpoint.rotate(tmp_path, 7, 2, {2: 3.0, 4: 2.0, 9: 1.0})  # 9 is not on the disk
-    assert [int(path.name[5:]) for path in checkpoints(tmp_path)] == [7, 6, 4]
+@pytest.mark.parametrize("name", ["a/b/c", "-", " ", "~", "mine", "ckpt.pt"])
+def test_a_name_of_nothing_is_one_line(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if name == "mine":  # what the hub says about a name that it does not have
+        not_found = partial(raise_error, OSError(NOT_FOUND))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", not_found)
+    assert sample.main([name, "--prompt="]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    torch.save({"model": Evil()}, "ckpt.pt")  # a file is not even opened
+    assert sample.main(["ckpt.pt", "--prompt="]) == 2
+    assert "support.convert" in capsys.readouterr().err and os.listdir() == ["ckpt.pt"]
 
 
-# ---- Other versions of the code ------------------------------------------------------------------
-
-
-def rewrite(path: Path, name: str, change):
-    """Change a file of a checkpoint as another version would have written it: its digest fits."""
-    file = path / name
-    if name.endswith(".json"):
-        content = json.loads(file.read_text())
-        change(content)
-        file.write_text(json.dumps(content))
-    else:
-        tensors = load_file(file)
-        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-        change(tensors)
-        save_file(tensors, file)
-    files = with_digests(path)
-    sums = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in files]
-    (path / checkpoint.SUMS).write_text("".join(sums))
-    verify(path)
-
-
-def with_other_name(tensors: dict):
-    for name in [name for name in tensors if "ln_f.weight" in name]:
-        tensors[name.replace("ln_f", "norm")] = tensors.pop(name)
-
-
-def with_other_shape(config: dict):
-    config["train_gpt2"]["shape"]["rotary"] = True
-
-
-OTHER_VERSIONS = {
-    "a format": ("state.json", lambda state: state.update(format=1)),
-    "a field of the shape": ("config.json", with_other_shape),
-    "names of weights": ("model.safetensors", with_other_name),
-    "names in the optimizer": ("optimizer.safetensors", with_other_name),
-}
-
-
-@pytest.fixture
-def two_steps(data_dir, tmp_path) -> list[str]:
-    """The flags of a run that has two steps and goes on to the third."""
-    line = flags(data_dir=data_dir, out_dir=tmp_path / "run", steps=2, warmup_steps=0)
-    code, _, err = train(line, tmp_path)
-    assert code == 0, err
-    return ["--out-dir", str(tmp_path / "run"), "--resume", "--steps", "3"]
-
-
-@pytest.mark.parametrize("cosine", [True, False])
-def test_a_checkpoint_of_the_format_before_goes_on(two_steps, tmp_path, cosine):
-    def as_it_was(state: dict):
-        state.update(format=3, typed={"steps": 2})
-        config = state["config"]
-        config.update(cosine=cosine, micro_batch_size=state.pop("micro_batch_size"))
-        del config["schedule"], config["decay_share"]
-
-    rewrite(checkpoints(tmp_path / "run")[0], "state.json", as_it_was)
-    code, out, err = train(two_steps, tmp_path)
-    assert code == 0 and "not bit for bit" not in out, err
-    schedule = saved_state(tmp_path / "run")["config"]["schedule"]
-    assert schedule == ("cosine" if cosine else "constant")
-
-
-@pytest.mark.parametrize("what", OTHER_VERSIONS)
-def test_what_another_version_wrote_is_said_to_be_that(two_steps, tmp_path, what):
-    path = checkpoints(tmp_path / "run")[0]
-    rewrite(path, *OTHER_VERSIONS[what])
-    code, _, err = train(two_steps, tmp_path)
-    assert code == 2
-    assert err.count("\n") == 1 and "another version of this code" in err and str(path) in err
-    assert "damaged" not in err
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
-
-
-EDITED = {
-    "no step": ("state.json", lambda state: state.pop("step")),
-    "another step": ("state.json", lambda state: state.update(step=3)),
-    "a negative position": ("state.json", lambda state: state.update(position=-1)),
-    "a text as a number": ("state.json", lambda state: state["config"].update(steps="2")),
-    "a number as a text": ("state.json", lambda state: state["config"].update(data_dir=2)),
-    "a list of losses": ("state.json", lambda state: state.update(val_losses=[1.5])),
-    "no loss": ("state.json", lambda state: state.update(losses={"1": None})),
-    "no environment": ("state.json", lambda state: state.update(environment={})),
-}
-
-
-@pytest.mark.parametrize("what", EDITED)
-def test_what_somebody_has_edited_is_refused_though_its_digest_fits(two_steps, tmp_path, what):
-    path = checkpoints(tmp_path / "run")[0]
-    rewrite(path, *EDITED[what])
-    code, _, err = train(two_steps, tmp_path)
-    assert code == 2 and err.count("\n") == 1 and str(path) in err
-
-
-@NEEDS_POSIX
-@pytest.mark.parametrize(
-    "name", ["another", "../another", "merges.txt", "state.json", "SHA256SUMS"]
-)
-@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
-def test_no_pipe_or_device_in_a_checkpoint_is_read(two_steps, tmp_path, name, kind):
-    """It would wait forever, or fill the memory."""
-    file = checkpoints(tmp_path / "run")[0] / name
-    file.unlink(missing_ok=True)
-    os.mkfifo(file) if kind == "pipe" else file.symlink_to(kind)
-    if "another" in name:
-        with open(checkpoints(tmp_path / "run")[0] / "SHA256SUMS", "a") as sums:
-            sums.write(f"{'0' * 64}  {name}\n")
-    code, _, err = train(two_steps, tmp_path)
-    assert code == 7 and "is damaged" in err
-
-
-def test_a_field_that_a_checkpoint_lacks_has_its_default(two_steps, tmp_path):
-    """As if pad_vocab and --shuffle had been added after it was saved, and --old removed."""
-
-    def older(state: dict):
-        del state["config"]["shuffle"], state["config"]["top_k"]
-        state["config"]["old"] = 5
-
-    def without_padding(config: dict):
-        del config["train_gpt2"]["shape"]["pad_vocab"]
-
-    newest = checkpoints(tmp_path / "run")[0]
-    kept = {file.name: file.read_bytes() for file in newest.iterdir()}
-    results = []
-    for changes in ([], [("state.json", older), ("config.json", without_padding)]):
-        for name, content in kept.items():
-            (newest / name).write_bytes(content)
-        for change in changes:
-            rewrite(newest, *change)
-        code, _, err = train(two_steps, tmp_path)
-        assert code == 0, err
-        results.append((digest(tmp_path / "run"), losses(tmp_path / "run")[3]))
-        checkpoint.remove(checkpoints(tmp_path / "run")[0])
-    assert results[0] == results[1]
+def raise_error(error: Exception, *_, **__):
+    raise error

@@ -1,12 +1,10 @@
-"""Tests ../support/cores.py."""
+"""Tests ../prepare/cores.py."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from support import cores
+from prepare import cores
 
 
 @pytest.fixture(autouse=True)
@@ -43,25 +41,3 @@ def test_the_share_of_busy_time_is_that_of_the_cores_this_process_may_use(monkey
     assert cores.busy_share() == 0
     times.unlink()
     assert cores.busy_share() == 0
-
-
-@pytest.mark.parametrize(("share", "env", "count"), [
-    (0.0, {}, "None"),
-    (0.5, {}, "1000"),
-    (0.0, {"LOCAL_WORLD_SIZE": "2"}, "1000"),
-    (0.5, {"GOMP_SPINCOUNT": "7"}, "7"),
-])  # fmt: skip
-def test_waiting_threads_spin_only_if_nobody_else_needs_the_cores(share, env, count):
-    program = f"""
-import os
-from support import cores
-cores.busy_share = lambda: {share}
-import train_gpt2
-print(os.environ.get("GOMP_SPINCOUNT"))
-"""
-    known = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT",)}
-    folder = os.path.dirname(os.path.dirname(cores.__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=known | env, cwd=folder, capture_output=True, text=True
-    )
-    assert done.stdout.split() == [count], done.stderr

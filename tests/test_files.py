@@ -1,4 +1,4 @@
-"""Tests ../support/files.py."""
+"""Tests ../prepare/files.py."""
 
 import errno
 import itertools
@@ -7,7 +7,7 @@ import os
 import pytest
 from conftest import NEEDS_POSIX
 
-from support import files
+from prepare import files
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

@@ -1,4 +1,4 @@
-"""Tests ../support/inputs.py: what prepare_data.py --input reads."""
+"""Tests ../prepare/inputs.py: what prepare_data.py --input reads."""
 
 import csv
 import gzip
@@ -13,9 +13,9 @@ import pytest
 from conftest import NEEDS_POSIX, prepare
 from data_helpers import error_of, start, stream, write_texts
 
-from support import formats, inputs
-from support.ending import UserError
-from support.inputs import Account, Reader
+from prepare import formats, inputs
+from prepare.ending import UserError
+from prepare.inputs import Account, Reader
 
 
 def test_the_standard_library_is_this_pythons_source():

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from model import GPT, SHAPES, ComputeConfig, GPTConfig, attention, flash_attention, sample_token
-from support.pretrained import CONV1D
+from config import RECIPES, TrainConfig
+from model import GPT, ComputeConfig, GPTConfig, attention, flash_attention, sample_token
+from support.checkpoint import CONV1D
 
 TINY = GPTConfig(vocab_size=97, seq_len=16, n_layer=2, n_head=2, n_embd=32)
 EITHER_ATTENTION = pytest.mark.parametrize("flash", [True, False])
@@ -18,6 +19,12 @@ EITHER_ATTENTION = pytest.mark.parametrize("flash", [True, False])
 
 def tokens(*shape: int, vocab_size: int = 97, seed: int = 0) -> torch.Tensor:
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def shape_of(name: str, **changes) -> GPTConfig:
+    """Return the network of a recipe."""
+    flags = RECIPES[name] | {"warmup_steps": 0}
+    return GPTConfig(**TrainConfig(**flags).fields_of(GPTConfig) | changes)
 
 
 def tiny(**computation) -> GPT:
@@ -42,7 +49,7 @@ def test_sizes_are_openais():
     sizes = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168}
     for name, num_params in (sizes | {"gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}).items():
         with torch.device("meta"):
-            plain, model = GPT(replace(SHAPES[name], pad_vocab=False)), GPT(SHAPES[name])
+            plain, model = GPT(shape_of(name, pad_vocab=False)), GPT(shape_of(name))
         assert sum(p.numel() for p in plain.parameters()) == num_params
         assert model.num_elements(list(model.parameters())) == num_params
         if name == "gpt2":
@@ -120,14 +127,14 @@ LARGER = [
 
 @pytest.mark.parametrize(("name", "flash"), [("gpt2", False), ("gpt2", True), *LARGER])
 def test_two_layers_of_each_shape_train_as_hugging_faces(name, flash):
-    config = replace(SHAPES[name], n_layer=2, vocab_size=997, seq_len=32)
+    config = shape_of(name, n_layer=2, vocab_size=997, seq_len=32)
     check_against_hugging_face(config, flash, torch.float32)
 
 
 @pytest.mark.slow
 def test_the_whole_124m_trains_as_hugging_faces():
     """In float64: in float32 its logits were 2e-5 apart on one CPU, 1e-6 on another."""
-    check_against_hugging_face(SHAPES["gpt2"], True, torch.float64)
+    check_against_hugging_face(shape_of("gpt2"), True, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -142,7 +149,7 @@ def test_flash_attention_is_attention(dtype):
 
 
 def test_initial_weights_are_gpt2s():
-    model = GPT(replace(SHAPES["nano"], n_layer=8))
+    model = GPT(shape_of("nano", n_layer=8, vocab_size=4096))
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             assert not p.any()
@@ -203,7 +210,7 @@ def test_initial_weights_depend_on_the_seed_the_name_and_the_shape_alone():
 
 def test_the_initial_weights_of_nano_are_the_published_ones():
     """Each published figure of a run depends on them. They change with intent alone."""
-    params = dict(GPT(SHAPES["nano"], seed=1337).named_parameters())
+    params = dict(GPT(shape_of("nano", vocab_size=4096), seed=1337).named_parameters())
     first = {name: params[f"transformer.{name}.weight"][0, :3] for name in INITIAL}
     for name, values in INITIAL.items():
         assert_close(first[name], torch.tensor(values), rtol=1e-4, atol=1e-7)
@@ -231,10 +238,29 @@ class WiderConfig(GPTConfig):
 
 def test_a_field_of_any_type_and_value_may_be_added():
     assert WiderConfig().n_kv_head == 0 and WiderConfig(window=8).window == 8
-    wrong = ({"n_kv_head": True}, {"n_kv_head": 1.0}, {"theta": "1"}, {"window": 0.5})
-    for values in (*wrong, {"n_layer": 0}, {"n_layer": None}, {"pad_vocab": 1}):
-        with pytest.raises(ValueError, match=next(iter(values))):
-            WiderConfig(**values)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "seq_len", "n_layer", "n_head", "n_embd"])
+def test_a_shape_that_is_no_network_is_refused(name):
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"{name}={size}"):
+            GPTConfig(**{name: size})
+    with pytest.raises(ValueError, match="n_head 5 .*n_embd 32"):
+        replace(TINY, n_head=5)
+
+
+@EITHER_ATTENTION
+def test_no_position_sees_a_later_token(flash):
+    """To the bit, for each position: all tokens after it are others."""
+    model = spread(tiny(flash=flash)).eval()
+    idx = tokens(1, 16)
+    others = (idx + 1) % 97
+    rows = torch.stack([torch.cat([idx[0, : t + 1], others[0, t + 1 :]]) for t in range(16)])
+    logits, whole = model.logits(rows), model.logits(idx.expand(16, 16))
+    for t in range(16):
+        assert torch.equal(logits[t, : t + 1], whole[t, : t + 1]), t
+    changed = logits[:-1] - whole[:-1]  # the positions after t do see their own tokens
+    assert all(changed[t, t + 1 :, :97].abs().amax(dim=-1).min() > 1e-3 for t in range(15))
 
 
 # ---- Ways to compute it --------------------------------------------------------------------------
@@ -279,6 +305,24 @@ def test_a_loss_in_chunks_is_the_loss(chunk, dtype, tolerance):
     with torch.no_grad():
         loss = spread(tiny(loss_chunk_tokens=chunk))(tokens(2, 16), tokens(2, 16, seed=1))
     assert_close(loss, loss_and_gradients()[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.compile about torch itself
+def test_a_compiled_loss_in_chunks_is_the_loss():
+    """Compiled with the network, and in the loop's own call of the plain module."""
+    whole, grads = loss_and_gradients()
+    model = spread(tiny(compile=True, loss_chunk_tokens=7))
+    net, batch = torch.compile(model, dynamic=False), (tokens(2, 16), tokens(2, 16, seed=1))
+    for module in (net, model):
+        model.zero_grad()
+        loss = module(*batch)
+        loss.backward()
+        assert_close(loss.detach(), whole, rtol=1e-6, atol=0)
+        for grad, p in zip(grads, model.parameters(), strict=True):
+            assert (grad - p.grad).norm() <= 1e-6 * grad.norm() + 1e-12
+        with torch.no_grad():
+            assert_close(module(*batch), whole, rtol=1e-6, atol=0)
 
 
 class Scaled(GPT):

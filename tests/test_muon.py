@@ -8,7 +8,7 @@ import torch
 from model import GPT, GPTConfig
 from support import muon
 from support.muon import MuonAdamW, orthogonalize
-from support.ranks import World
+from support.world import World
 
 SHAPE = GPTConfig(vocab_size=11, seq_len=8, n_layer=3, n_head=2, n_embd=16)
 ALONE = World(0, 1, torch.device("cpu"))

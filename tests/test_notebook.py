@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_ladder import copy_of_project
 
 ROOT = Path(__file__).resolve().parent.parent
 nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel")
@@ -25,8 +24,10 @@ def test_the_notebook_is_short_and_without_outputs():
 def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
     from nbclient import NotebookClient
 
-    copy_of_project(tmp_path)
-    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    for name in ("support", "prepare", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel draws into the cell
     read = notebook()
     for cell in read.cells:  # as long as a test may take

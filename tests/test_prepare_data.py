@@ -25,9 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_data
-from dataloader import UNFINISHED, ShardError, open_folder
-from support import corpus, inputs
-from support.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, train_tokenizer
+from dataloader import ShardError, open_folder
+from prepare import inputs
+from prepare.shards import UNFINISHED
+from prepare.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, train_tokenizer
 
 
 class Killed(BaseException):
@@ -127,7 +128,7 @@ def test_gpt2s_tokens_of_pieces_are_those_of_the_document(document):
 
 
 def test_without_a_network_the_message_names_the_files_to_fetch(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("support.tokenizer.TOKENIZERS", {})  # other tests may have loaded it
+    monkeypatch.setattr("prepare.tokenizer.TOKENIZERS", {})  # other tests may have loaded it
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     for name in ("https_proxy", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
@@ -222,7 +223,7 @@ def test_the_manifest_says_what_the_shards_hold(tmp_path):
 def test_workers_change_no_byte_and_the_tokens_are_the_tokenizers(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data, "MIN_FOR_WORKERS", 0)
     root = Path(PROGRAM).parent
-    files = sorted([*root.glob("*.py"), *root.glob("support/*.py"), *root.glob("tests/*.py")])
+    files = sorted([*root.glob("*.py"), *root.glob("prepare/*.py"), *root.glob("tests/*.py")])
     flags = ("--input", *files, "--tokenizer", tokenizer, "--shard-tokens", 20_011)
     folders = [tmp_path / str(workers) for workers in (0, 1, 3)]
     for folder in folders:
@@ -236,7 +237,7 @@ def test_workers_change_no_byte_and_the_tokens_are_the_tokenizers(tokenizer, tmp
     ]
     texts = [file.read_bytes() for file in files]
     assert sorted(found) == sorted(ours.encode_bytes(text).tolist() for text in texts if text)
-    data = corpus.open_tokens(folders[0])
+    data = open_folder(folders[0])
     assert (data.tokenizer, data.vocab_size) == (ours.name, ours.size)
     assert ours.size == {"bytes": 257, "bpe": 4096, "gpt2": 50257}[tokenizer]
 

@@ -5,12 +5,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import flags
-from test_pretrained import copy_of_program
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,26 +58,3 @@ def test_each_link_and_each_file_that_the_pages_name_is_there():
                 heads = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
                 anchors = [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads]
                 assert anchor in anchors, f"{page.name}: {target}"
-
-
-@pytest.mark.slow
-def test_the_patch_for_rotary_positions_applies_trains_resumes_and_samples(data_dir, tmp_path):
-    """As README's "Change it" says. The tests of the network hold for it, too."""
-    copy_of_program(tmp_path, {})
-    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns(".*", "__*"))
-    subprocess.run(["git", "apply", ROOT / "docs/rotary.patch"], cwd=tmp_path, check=True)
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
-
-    def python(*line: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *line], cwd=tmp_path, env=env, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    line = ["train_gpt2.py", *flags(data_dir=data_dir, out_dir="run")]
-    python(*line, "--rope", "--muon")
-    assert "resumed after step 12" in python(*line, "--resume", "--steps=14")
-    text = python("sample.py", "run", "--prompt=ab", "--temperature=0", "--sample-tokens=30")
-    assert text.startswith("ab")
-    python("-m", "pytest", "-q", "tests/test_model.py", "-m", "not slow", "-p", "no:cacheprovider")

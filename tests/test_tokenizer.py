@@ -13,21 +13,19 @@ from conftest import NEEDS_GPT2, flags, prepare, records, run, train
 
 import sample
 from support import tokenizer
-from support.ending import UserError
+from support.cli import UserError
 from support.tokenizer import (
     END_OF_TEXT,
-    TOKENIZERS,
     Tokenizer,
-    load_tokenizer,
-    missing_vocab,
+    bytes_tokenizer,
+    find_tokenizer,
+    gpt2_tokenizer,
     read_tokenizer,
     train_tokenizer,
-    vocab_cure,
 )
 
 ROOT = Path(tokenizer.__file__).parent.parent
 GPT2 = pytest.param("gpt2", marks=NEEDS_GPT2)
-EITHER = pytest.mark.parametrize("name", ["bytes", GPT2])
 ANY = pytest.mark.parametrize("name", ["bytes", "bpe", "other", GPT2])
 TEXTS = [
     "".join(chr(i) for i in range(0x2100)) + "\ud7ff\ue000\ufeff\uffff\U0001f642\U0010ffff",
@@ -38,10 +36,13 @@ TEXTS = [
 
 
 @pytest.fixture
-def fresh(tmp_path, monkeypatch):
-    """A process that has loaded nothing, on a machine without GPT-2's vocabulary."""
-    monkeypatch.setattr(tokenizer, "TOKENIZERS", {})
+def no_cache(tmp_path, monkeypatch) -> Path:
+    """The folder of a cache without GPT-2's vocabulary, on a machine without a network."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "cache"
 
 
 def trained(vocab_size: int = 400) -> Tokenizer:
@@ -60,7 +61,9 @@ def other() -> Tokenizer:
 
 
 def get(name: str) -> Tokenizer:
-    return {"bpe": trained, "other": other}.get(name, lambda: load_tokenizer(name))()
+    return {"bpe": trained, "other": other, "bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer}[
+        name
+    ]()
 
 
 def save(ours: Tokenizer, folder: Path) -> Path:
@@ -105,13 +108,31 @@ def test_a_checkpoints_tokenizer_in_transformers_is_ours(tmp_path, name):
         assert theirs.decode(ids) == content.decode(errors="replace")
 
 
-@ANY
-def test_a_folder_gives_back_the_tokenizer_that_it_holds(tmp_path, name, monkeypatch):
+@pytest.mark.parametrize("name", ["bytes", "bpe", GPT2])
+def test_the_ids_are_those_that_prepare_data_writes(name):
+    """Until prepare_data.py encodes with support.tokenizer, too."""
+    from prepare import tokenizer as old
+
     ours = get(name)
-    monkeypatch.setattr(tokenizer, "TOKENIZERS", {})
-    again = read_tokenizer(save(ours, tmp_path / "a"))
-    assert (again.name, again.sha256, again.files(24)) == (ours.name, ours.sha256, ours.files(24))
-    assert load_tokenizer(again.name) is again
+    theirs = old.Tokenizer(ours.vocab, ours.merges) if name == "bpe" else old.load_tokenizer(name)
+    assert (ours.name, ours.sha256) == (theirs.name, theirs.sha256)
+    assert (ours.size, ours.end_of_text, ours.tokens) == (
+        theirs.size, theirs.end_of_text, theirs.tokens,
+    )  # fmt: skip
+    rng = random.Random(0)
+    for text in TEXTS + [odd_text(rng) for _ in range(1000)]:
+        assert ours.encode(text) == theirs.encode(text)
+    for content in (b"\xff\xfe", b"caf\xe9 \xf0\x9f", bytes(range(256))):
+        assert np.array_equal(ours.encode_bytes(content), theirs.encode_bytes(content))
+
+
+@ANY
+def test_a_folder_gives_back_the_tokenizer_that_it_holds(tmp_path, name):
+    ours = get(name)
+    save(ours, tmp_path / "a")
+    for again in (read_tokenizer(tmp_path / "a"), find_tokenizer(tmp_path / "a", ours.name)):
+        assert (again.name, again.sha256) == (ours.name, ours.sha256)
+        assert again.files(24) == ours.files(24)
     assert read_tokenizer(tmp_path) is None
 
 
@@ -132,7 +153,8 @@ WRONG = {
     "words": {"vocab.json": {"a": 0, END_OF_TEXT: 1}, "merges.txt": ""},
     "sentence pieces": {"vocab.json": {"▁the": 0}, "merges.txt": "▁t he"},
     "no end": {"vocab.json": {c: i for i, c in enumerate(tokenizer.ALPHABET)}, "merges.txt": ""},
-    "a merge of nothing": {"vocab.json": load_tokenizer("bytes").vocab, "merges.txt": "a b"},
+    "a merge of nothing": {"vocab.json": bytes_tokenizer().vocab, "merges.txt": "a b"},
+    "two with one id": {"vocab.json": bytes_tokenizer().vocab | {"a": 98}, "merges.txt": ""},
     "too many": {"vocab.json": {"a": 65536, END_OF_TEXT: 1}, "merges.txt": ""},
     "below zero": {"vocab.json": {"a": -1, END_OF_TEXT: 1}, "merges.txt": ""},
     "a list": {"vocab.json": [1, 2], "merges.txt": ""},
@@ -192,22 +214,27 @@ def test_a_sample_goes_on_from_the_prompt_and_is_always_the_same(data_dir, tmp_p
     assert texts[0] == texts[1] and texts[0].startswith("abc ") and len(texts[0]) > 50
 
 
-def test_without_its_files_there_is_no_tokenizer(fresh, tmp_path):
-    assert load_tokenizer("gpt2") is load_tokenizer("unknown") is None
+def test_without_its_files_there_is_no_tokenizer(no_cache, tmp_path):
     names = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
-    assert set(missing_vocab()) == {tmp_path / "cache" / name for name in names}
-    assert all(word in vocab_cure() for word in (*tokenizer.URLS.values(), "merges.txt"))
-    (tmp_path / "cache").mkdir()
+    no_cache.mkdir()
     for name in names:
-        (tmp_path / "cache" / name).touch()
-    assert missing_vocab() == []
+        assert gpt2_tokenizer() is find_tokenizer(tmp_path, "gpt2") is None
+        (no_cache / name).touch()  # the first alone is not enough
+    assert find_tokenizer(tmp_path, "bpe-0123456789ab") is None
+    assert find_tokenizer(tmp_path, "bytes").name == "bytes"
+
+
+def test_who_may_download_gpt2s_and_can_not_is_told_what_to_save(no_cache):
+    with pytest.raises(UserError) as error:
+        gpt2_tokenizer(may_download=True)
+    assert all(word in str(error.value) for word in (*tokenizer.URLS.values(), *tokenizer.URLS))
 
 
 @NEEDS_GPT2
 def test_gpt2s_tokens_are_tiktokens():
     import tiktoken
 
-    ours, theirs = load_tokenizer("gpt2"), tiktoken.get_encoding("gpt2")
+    ours, theirs = gpt2_tokenizer(), tiktoken.get_encoding("gpt2")
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode_ordinary(text)
     assert ours.tokens == [theirs.decode_bytes([token]) for token in range(50257)]
@@ -225,15 +252,13 @@ def test_data_and_checkpoints_need_neither_a_cache_nor_a_network(name, tmp_path)
     for line in (
         [*ranks, ROOT / "train_gpt2.py", *resume, "--resume"],
         [ROOT / "sample.py", out_dir, "--prompt", "a", "--sample-tokens", "2"],
-        [ROOT / "train_gpt2.py", "--out-dir", out_dir, "--eval-only"],
+        [ROOT / "evaluate.py", out_dir],
     ):
         command = [sys.executable, *map(str, line)]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert "bits per byte" in done.stdout
-    assert (
-        records(out_dir, "bits_per_byte")[2] and "(no sample" not in records(out_dir, "sample")[2]
-    )
+    assert records(out_dir, "bits_per_byte")[2] and records(out_dir, "sample")[2]
     names = ("vocab.json", "merges.txt", "tokenizer_config.json")
     old, new = out_dir / "step_000001", out_dir / "step_000002"
     assert all((old / name).read_bytes() == (new / name).read_bytes() for name in names)
@@ -290,8 +315,20 @@ def test_a_gpt2_of_another_language_keeps_its_tokenizer(tmp_path, capsys):
     assert transformers.AutoTokenizer.from_pretrained(last).eos_token == "</s>"
 
 
+def test_the_files_of_another_tokenizer_are_not_taken_for_the_one_that_is_asked_for(tmp_path):
+    """Its ids would be other words: the name holds the SHA-256 of what made the shards."""
+    save(trained(300), tmp_path)
+    name = trained(301).name
+    try:
+        found = find_tokenizer(tmp_path, name)
+    except UserError as error:
+        assert name in str(error)
+    else:
+        assert found is None or found.name == name
+
+
 def test_half_a_tokenizer_is_none(tmp_path):
-    for name, content in TOKENIZERS["bytes"].files().items():
+    for name, content in bytes_tokenizer().files().items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "vocab.json").unlink()
     assert read_tokenizer(tmp_path) is None

@@ -1,0 +1,374 @@
+"""Tests ../config.py and ../support/cli.py: what a command line becomes, rule by rule."""
+
+import ast
+import inspect
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import config as flags
+import train_gpt2
+from config import DEFAULTS, OF_COMMAND, RECIPES, SPEED_UPS, TrainConfig, resolve
+from evaluate import EvalConfig
+from model import ComputeConfig, GPTConfig
+from sample import SampleConfig
+from support.checkpoint import Weights
+from support.cli import UserError, make_parser, parse, spell
+from support.world import World
+
+ROOT = Path(train_gpt2.__file__).parent
+CPU, TWO = World(0, 1, torch.device("cpu")), World(1, 2, torch.device("cpu"))
+GPU = World(0, 1, torch.device("cuda", 0))
+MACHINE = {"device": "a card", "ranks": 1, "threads": 1, "torch": "2.9", "commit": "abc"}
+
+
+def typed(*line: str) -> dict:
+    return flags.read_flags([*line], train_gpt2.__doc__)[0]
+
+
+def resolved(line: str = "", saved: dict | None = None, on: World = CPU, weights=None):
+    return resolve(typed(*line.split()), saved or {}, weights, on)
+
+
+@pytest.fixture(autouse=True)
+def no_vocabulary(monkeypatch):
+    """GPT-2's takes half a second each time."""
+    monkeypatch.setattr(flags, "gpt2_tokenizer", lambda: None)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> World:
+    """What resolve sees where there is a GPU of 2020, and Triton."""
+    return put_in_card(monkeypatch, (8, 0))
+
+
+def put_in_card(monkeypatch, capability: tuple[int, int]) -> World:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(flags, "find_spec", lambda name: name)
+    return GPU
+
+
+# ---- The command line ----------------------------------------------------------------------------
+
+
+def test_flags_have_the_spellings_of_argparse_and_of_nanogpt():
+    line = ["--batch_tokens=4096", "--compile=False", "--bf16=True", "--no-flash", "--steps", "7"]
+    line += ["--prompt=a_b", "--learning-rate=1e-3", "--out-dir=a=b_c", "--top_k", "3"]
+    assert typed(*line) == {
+        "batch_tokens": 4096, "compile": False, "bf16": True, "flash": False, "steps": 7,
+        "prompt": "a_b", "learning_rate": 1e-3, "out_dir": "a=b_c", "top_k": 3,
+    }  # fmt: skip
+
+
+def test_a_text_may_be_true():
+    assert typed("--prompt=True") == {"prompt": "True"}
+
+
+WRONG = {  # and a word that the line must have
+    "--steps many": "--steps",
+    "--seed=": "--seed",
+    "--lerning-rate 3": "--lerning-rate",
+    "--batch_size=12": "--batch-size",  # of nanoGPT
+    "--step 3": "--step",  # no abbreviations
+    "--compile=0": "--compile",
+    "config/train.py": "config/train.py",
+    "--model gpt3": "gpt3",
+    "--prompt \udcff": "UTF-8",
+    "--steps 0 --warmup-steps 0": "--steps 0",
+    "--n-layer 0": "--n-layer 0",
+    "--seq-len 0": "--seq-len 0",
+    "--model gpt2 --n-embd -8": "--n-embd -8",
+    "--micro-batch-size -1": "--micro-batch-size -1",
+    "--learning-rate -1": "--learning-rate -1",
+    "--learning-rate nan": "--learning-rate nan",
+    "--decay-to 1.5": "--decay-to 1.5",
+    "--seed 2147483648": "--seed 2147483648",
+    "--steps 12 --warmup-steps 12": "--warmup-steps 12",
+    "--model gpt2 --n-embd 32 --n-head 5": "--n-head 5",
+    "--bf16 --fp16": "--no-fp16",
+    "--bf16-residual --no-bf16": "--no-bf16-residual",
+    "--batch-tokens 100 --seq-len 16 --micro-batch-size 3": "48",
+    "--batch-tokens 8 --seq-len 16": "--batch-tokens 8",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_mistake_is_one_line_that_names_the_flag(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    # torch's @record, around it, needs a stderr with a number
+    assert inspect.unwrap(train_gpt2.main)(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and WRONG[line] in err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_help_shows_each_flag_and_the_recipes(capsys):
+    for kind in (TrainConfig, EvalConfig, SampleConfig):
+        with pytest.raises(SystemExit) as end:
+            parse(make_parser(kind, "A program.", RECIPES), kind, ["--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert end.value.code == 0 and text.count("A program.") == 1
+        assert all(f" {spell(f.name)}" in text for f in fields(kind))
+        if kind is TrainConfig:
+            assert "gpt2-medium 24; gpt2-large 36; gpt2-xl 48; nano 4" in text
+
+
+def test_there_are_few_flags_and_each_has_a_text():
+    assert len(DEFAULTS) <= 50
+    assert all(f.metadata["text"] for f in fields(TrainConfig))
+    for recipe in (*RECIPES.values(), flags.FIRST_RUN, flags.FINETUNE):
+        assert recipe.keys() <= DEFAULTS.keys()
+
+
+# ---- No flag without a branch --------------------------------------------------------------------
+
+
+def reads(sources: dict[str, str]) -> set[str]:
+    """The names that programs read of a config, of what was typed, or, in model.py, of anything."""
+    found = set()
+    for file, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+                if owner == "config" or file == "model.py":
+                    found.add(node.attr)
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get":
+                found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+            elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                found.add(node.slice.value)
+    return found
+
+
+def test_each_flag_is_read_outside_config_py():
+    """A flag that nothing reads would be taken, and do nothing. So would a field of the network."""
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]
+    sources = {path.name: path.read_text("utf-8") for path in paths if path.name != "config.py"}
+    for kind in (TrainConfig, GPTConfig, ComputeConfig):
+        names = {f.name for f in fields(kind)} - {"bf16"}  # read by dtype, in config.py
+        assert not names - reads(sources), kind
+    assert "dtype" in reads(sources)
+    # this test itself notices a flag that lost its branch
+    for file, name in (("evaluate.py", "temperature"), ("model.py", "dropout")):
+        without = sources | {file: sources[file].replace(f".{name}", ".other")}
+        if name == "dropout":
+            without["train_gpt2.py"] = sources["train_gpt2.py"].replace("config.dropout", "0")
+        assert name not in reads(without)
+
+
+def test_the_network_takes_its_flags_and_no_other():
+    config = TrainConfig(n_layer=3, n_embd=24, dropout=0.5, recompute=True, warmup_steps=0)
+    names = {f.name for kind in (GPTConfig, ComputeConfig) for f in fields(kind)}
+    assert names - {"vocab_size"} <= DEFAULTS.keys()
+    assert GPTConfig(**config.fields_of(GPTConfig)) == GPTConfig(n_layer=3, n_embd=24)
+    computed = ComputeConfig(dropout=0.5, recompute=True, compile=True)
+    assert ComputeConfig(**config.fields_of(ComputeConfig)) == computed
+    kept = {f.name for f in fields(TrainConfig) if f.metadata["keep"]}
+    assert {f.name for f in fields(GPTConfig)} - {"vocab_size"} <= kept
+
+
+# ---- resolve, rule by rule -----------------------------------------------------------------------
+
+
+def test_nano_is_the_default_without_a_gpu_and_gpt2_with_one(gpu):
+    config = resolved()
+    recipe = RECIPES["nano"] | {"learning_rate": flags.muon_learning_rate(128)}
+    assert config == replace(config, **recipe, model="nano")
+    assert not (config.tf32 or config.bf16 or config.compile or config.bf16_residual)
+    config = resolved(on=gpu)
+    assert config.model == "gpt2" and (config.n_layer, config.n_embd) == (12, 768)
+    assert config.tf32 and config.bf16 and config.compile and config.flash and config.fused
+
+
+def test_muon_has_a_rate_by_width_and_adamw_has_gpt3s():
+    rates = [resolved(f"--model {name}").learning_rate for name in RECIPES]
+    assert (
+        rates == [0.0019, 0.0015, 0.0013, 0.0011, 0.008] and flags.muon_learning_rate(384) == 3.3e-3
+    )
+    rates = [resolved(f"--model {name} --no-muon").learning_rate for name in RECIPES]
+    assert rates == [6e-4, 3e-4, 2.5e-4, 2e-4, 4e-3]
+
+
+RULES = [  # on a GPU of 2020 or on a CPU: a flag, and its value by what is typed
+    (CPU, "muon", {
+        "": True, "--no-muon": False, "--init-from gpt2": False, "--init-from gpt2 --muon": True,
+        "--batch-tokens 64 --n-embd 384": True,  # nano is quick with either
+        # below 6 * 768, Muon takes over a third of a step
+        "--model gpt2 --seq-len 1 --batch-tokens 4607": False,
+        "--model gpt2 --seq-len 1 --batch-tokens 4608": True,
+        "--model gpt2 --seq-len 1 --batch-tokens 4607 --muon": True,
+    }),
+    (CPU, "beta1", {"--muon": 0.8, "--no-muon": 0.9, "--muon --beta1 0.7": 0.7}),
+    (CPU, "steps", {
+        "": 700, "--model gpt2": 240, "--model gpt2 --steps 9": 9, "--init-from nano": 700,
+        "--model gpt2 --data-dir d": 50, "--model gpt2 --init-from gpt2": 50,
+    }),
+    (CPU, "batch_tokens", {
+        "": 2048, "--model gpt2": 65_536, "--model gpt2 --data-dir d": 524_288,
+        "--model gpt2-xl --data-dir d": 2**20, "--model gpt2 --init-from gpt2": 32_768,
+        "--init-from nano": 2048,
+    }),
+    (CPU, "warmup_steps", {"--steps 7": 1, "--steps 20": 4, "--steps 4": 0, "": 50,
+                           "--steps 9 --warmup-steps 8": 8, "--model gpt2 --steps 9999": 715}),
+    (CPU, "eval_tokens", {  # as many as take half a minute
+        "": 262_144, "--model gpt2": 8192, "--model gpt2-xl": 8192,
+        "--model gpt2 --n-layer 6 --n-embd 384": 4 * 8192, "--model gpt2 --eval-tokens 9": 9,
+    }),
+    (GPU, "eval_tokens", {"": 10_485_760}),
+    (CPU, "compile", {"": False, "--compile": True, "--model gpt2": False}),
+    (GPU, "compile", {"": True, "--no-compile": False, "--model nano": False}),
+    (CPU, "bf16_residual", {"--model gpt2 --bf16": False, "--bf16 --bf16-residual": True}),
+    (GPU, "bf16_residual", {
+        "": True, "--no-bf16-residual": False, "--model nano": False, "--no-bf16": False,
+        "--model nano --bf16-residual": True, "--fp16": False, "--init-from gpt2": False,
+    }),
+    (GPU, "dtype", {"": "bfloat16", "--fp16": "float16", "--no-bf16": "float32"}),
+    (CPU, "dtype", {"": "float32", "--bf16": "bfloat16", "--fp16": "float16"}),
+    (GPU, "micro_batch_size", {"": 64, "--batch-tokens 24576": 24, "--batch-tokens 71680": 35}),
+    (CPU, "micro_batch_size", {
+        "": 32, "--model gpt2": 4, "--seq-len 8192 --batch-tokens 8192": 1,
+        "--batch-tokens 24576 --micro-batch-size 3": 3,
+    }),
+    (TWO, "micro_batch_size", {"": 16}),
+    (CPU, "prompt", {"": "def ", "--prompt x": "x", "--data-dir d": "", "--init-from w": ""}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("on", "name", "values"), RULES)
+def test_each_rule_yields_to_what_is_typed(on, name, values, gpu):
+    for line, value in values.items():
+        assert getattr(resolved(line, on=on), name) == value, line
+
+
+def test_a_card_from_before_2020_takes_float16_and_compiling_needs_triton(monkeypatch, gpu):
+    monkeypatch.setattr(flags, "find_spec", lambda name: None)
+    assert not resolved(on=gpu).compile and resolved("--compile", on=gpu).compile
+    card = put_in_card(monkeypatch, (7, 5))
+    lines = ("", "--fp16", "--no-fp16", "--bf16 --no-fp16")
+    dtypes = [resolved(line, on=card).dtype for line in lines]
+    assert dtypes == ["float16", "float16", "float32", "bfloat16"]
+    config = resolved(on=card)
+    assert config.flash and config.compile and not (config.tf32 or config.bf16_residual)
+
+
+def test_weights_bring_their_shape_and_a_small_rate():
+    for name, shape, model in (
+        ("bytes", GPTConfig(257, n_layer=2, n_head=2, n_embd=64, seq_len=4096), "nano"),
+        ("bpe-0123", GPTConfig(n_layer=6, n_head=6, n_embd=384, seq_len=256), "nano"),
+        ("gpt2", GPTConfig(pad_vocab=False), "gpt2"),
+    ):
+        weights = Weights(Path("w"), shape, name)
+        config = resolved("--init-from w", weights=weights)
+        assert config.model == model
+        assert config.fields_of(GPTConfig) | {"vocab_size": shape.vocab_size} == asdict(shape)
+        assert config.learning_rate == (1e-3 if model == "nano" else 3e-5) and not config.muon
+        assert config.batch_tokens >= config.seq_len
+        assert config.data_dir == f"data/stdlib-{name.partition('-')[0]}"
+        assert resolved("--init-from w --seq-len 32", weights=weights).seq_len == 32
+
+
+def test_new_large_models_have_gpt2s_tokens_if_they_are_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gpt2, bpe = "data/stdlib-gpt2", "data/stdlib-bpe"
+    assert resolved("--model gpt2").data_dir == resolved().data_dir == bpe
+    assert resolved("--data-dir mine").data_dir == "mine"
+    monkeypatch.setattr(flags, "gpt2_tokenizer", lambda: "a tokenizer")
+    assert (resolved("--model gpt2").data_dir, resolved().data_dir) == (gpt2, bpe)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / gpt2).mkdir(parents=True)  # was made before
+    assert (resolved("--model gpt2").data_dir, resolved().data_dir) == (gpt2, bpe)
+
+
+def test_a_step_is_a_whole_number_of_passes():
+    for saved, B in ((5, 4), (4, 4), (99, 32)):  # of a run that is resumed, of 32 sequences
+        assert resolved("", {"micro_batch_size": saved}).micro_batch_size == B
+    assert resolved(on=TWO).num_micro_batches(2) == 1
+    with pytest.raises(UserError, match=r"192.* 2 ranks"):
+        resolved("--batch-tokens 96 --seq-len 16 --micro-batch-size 6", on=TWO)
+
+
+# ---- A run's flags, saved and taken --------------------------------------------------------------
+
+
+def test_a_resume_has_the_runs_own_flags_and_what_is_typed_wins():
+    for run, line, name, value in (
+        ("--steps 7 --seed 3", "", "steps", 7),
+        ("--steps 7 --seed 3", "--steps 9", "steps", 9),
+        ("--steps 20", "--steps 100", "warmup_steps", 4),  # it is past, and stays as it was
+        ("--model gpt2 --n-layer 2 --no-muon", "", "muon", False),
+        ("--model gpt2 --n-layer 2", "", "n_layer", 2),
+        ("--no-flash", "", "flash", False),
+        ("--no-flash", "--flash", "flash", True),
+        ("--prompt a", "--data-dir data/mine", "prompt", "a"),
+    ):
+        saved = json.loads(json.dumps(flags.to_save(resolved(run), MACHINE)))
+        assert getattr(resolved(line, flags.to_take(saved, "a card")), name) == value
+
+
+def test_what_is_saved_is_taken_whole_on_the_same_device_and_without_speed_ups_on_another(gpu):
+    config = resolved("--no-flash --fp16 --micro-batch-size 3 --batch-tokens 384 --recompute")
+    config = replace(config, out_dir="run", resume=True, max_hours=2.0)
+    saved = flags.to_save(config, MACHINE)
+    assert saved.keys() == DEFAULTS.keys() - {*OF_COMMAND} | {"machine"}
+    same = asdict(resolve({}, flags.to_take(saved, "a card"), None, CPU))
+    assert same == asdict(config) | {name: DEFAULTS[name] for name in OF_COMMAND}
+    moved = resolve({}, flags.to_take(saved, "another"), None, gpu)
+    fresh = resolved("--model nano", on=gpu)
+    assert all(getattr(moved, name) == getattr(fresh, name) for name in SPEED_UPS)
+    assert moved.micro_batch_size == 3 and moved.recompute  # where the search begins
+
+
+def test_a_config_json_repeats_a_run_or_begins_a_variant(tmp_path):
+    path = tmp_path / "config.json"
+    config = resolved("--steps 7 --model gpt2 --n-layer 2")
+    path.write_text(json.dumps(flags.to_save(config, MACHINE)))
+    line = ["--config", str(path), "--steps", "9"]
+    given, saved = flags.read_flags(line, "")
+    assert given == {"steps": 9} and saved == flags.to_save(config, MACHINE)
+    again = resolve(given, flags.to_take(saved, "a card"), None, CPU)
+    assert again == replace(config, steps=9)
+    for more in (["--resume"], ["--auto-resume"], ["--model", "nano"]):
+        with pytest.raises(UserError, match="nano" if "nano" in more else "--config"):
+            flags.read_flags([*line, *more], "")
+    assert flags.read_flags([*line, "--model", "gpt2"], "")[0]["model"] == "gpt2"
+    for content, word in (("{", "config.json"), ("[1]", "config.json"), ('{"zzz": 1}', "zzz")):
+        path.write_text(content)
+        with pytest.raises(UserError, match=word):
+            flags.read_flags(line, "")
+    with pytest.raises(UserError, match="nowhere"):
+        flags.read_flags(["--config", "nowhere"], "")
+
+
+def test_a_flag_that_makes_another_run_is_refused_at_a_resume():
+    saved = flags.to_save(resolved("--steps 7"), MACHINE)
+    flags.check_kept({name: saved[name] for name in saved.keys() - {"machine"}}, saved)
+    kept = {f.name for f in fields(TrainConfig) if f.metadata["keep"]}
+    assert {"seed", "seq_len", "n_layer", "muon", "pad_vocab", "shuffle"} <= kept
+    for name, default in DEFAULTS.items():
+        other = {name: not saved[name] if isinstance(default, bool) and name in saved else 12345}
+        if name not in kept:
+            flags.check_kept(other, saved)
+        else:
+            with pytest.raises(UserError, match=name.replace("_", "-")):
+                flags.check_kept(other, saved)
+
+
+def test_what_changed_is_told_and_whether_the_bits_stay():
+    before = resolved("--steps 7")
+    saved = flags.to_save(before, MACHINE)
+    assert flags.changes(saved, saved) == [] == flags.changes({}, saved)
+    now = flags.to_save(
+        replace(before, steps=9, flash=False, micro_batch_size=1), MACHINE | {"ranks": 2}
+    )
+    lines = flags.changes(saved, now)
+    told = {"steps": ("9", "7"), "flash": ("False", "True"), "ranks": ("2", "1")}
+    told["micro_batch"] = "1", "32"
+    for name, values in told.items():
+        (line,) = [line for line in lines if name in line.replace("-", "_")]
+        assert all(value in line for value in values)
+        assert ("not bit for bit" in line) == (name != "steps")
+    assert len(lines) == len(told)
+    assert {*SPEED_UPS, "micro_batch_size", "recompute", "loss_chunk_tokens"} <= {*flags.INEXACT}

@@ -1,0 +1,137 @@
+"""Tests ../support/convert.py: what nanoGPT and build-nanogpt save becomes a folder in Hugging
+Face's format, and nothing in a file is executed. The oracle is transformers."""
+
+import os
+import pickle
+import sys
+from dataclasses import make_dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import NEEDS_GPT2, content
+from test_checkpoint import Evil
+from test_model import TINY, spread, tokens
+
+import sample
+from model import GPT, GPTConfig
+from support import convert
+from support.checkpoint import load_model
+from support.tokenizer import gpt2_tokenizer
+
+PADDED = GPTConfig(vocab_size=50304, seq_len=16, n_layer=2, n_head=2, n_embd=8, pad_vocab=False)
+
+
+def nanogpt(shape: GPTConfig, prefix: str = "", bias: bool = True) -> tuple[GPT, dict]:
+    """Return a network, and it as nanoGPT saves it."""
+    model = GPT(replace(shape, pad_vocab=False))
+    if bias:
+        spread(model)
+    weights = {n: p for n, p in model.state_dict().items() if bias or "bias" not in n}
+    weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()  # its mask
+    weights = {prefix + name: tensor for name, tensor in weights.items()}
+    args = {"n_layer": shape.n_layer, "n_head": shape.n_head, "n_embd": shape.n_embd}
+    args |= {"block_size": shape.seq_len, "vocab_size": shape.vocab_size, "dropout": 0.1}
+    saved = {"model": weights, "model_args": args | {"bias": bias}, "iter_num": 5}
+    return model, saved | {"best_val_loss": torch.tensor(3.0), "optimizer": {"state": {}}}
+
+
+def converted(folder: Path, saved) -> Path:
+    torch.save(saved, folder / "ckpt.pt")
+    assert convert.main([str(folder / "ckpt.pt"), str(folder / "hf")]) == 0
+    return folder / "hf"
+
+
+def check(path: Path, model: GPT):
+    """Check that a folder is this network, for transformers and for us."""
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    ours, _ = load_model(str(path))
+    V = oracle.config.vocab_size
+    idx = tokens(2, 16, vocab_size=V)
+    logits = model.logits(idx)[..., :V]
+    for other in (oracle(idx).logits, ours.logits(idx)[..., :V]):
+        assert (other - logits).abs().max() <= 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
+def test_a_checkpoint_of_nanogpt_is_the_same_network(tmp_path, capsys, prefix, bias):
+    model, saved = nanogpt(TINY, prefix, bias)
+    path = converted(tmp_path, saved)
+    check(path, model)
+    back = load_model(str(path))[0].state_dict()
+    assert all(torch.equal(p[:97], back[name][:97]) for name, p in model.state_dict().items())
+    before = content(path)
+    assert convert.main([str(tmp_path / "ckpt.pt"), str(path)])  # nothing is overwritten
+    assert content(path) == before
+    capsys.readouterr()
+    assert sample.main([str(path), "--prompt="]) == 2  # nobody knows its 97 tokens
+    assert "tokenizer" in capsys.readouterr().err
+
+
+@NEEDS_GPT2
+@pytest.mark.parametrize("module", ["__main__", "model"])
+def test_a_checkpoint_of_build_nanogpt_is_read_without_its_code(tmp_path, monkeypatch, module):
+    """It holds an object of a class that this process must not need."""
+    names = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"]
+    theirs = make_dataclass("GPTConfig", names)
+    theirs.__module__ = module
+    model = spread(GPT(PADDED))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[module], "GPTConfig", theirs, raising=False)
+        config = theirs(16, 50304, 2, 2, 8)
+        torch.save({"model": model.state_dict(), "config": config, "step": 9}, tmp_path / "m.pt")
+    assert convert.main([str(tmp_path / "m.pt"), str(tmp_path / "hf")]) == 0
+    check(tmp_path / "hf", model)
+    ours, tokenizer = load_model(str(tmp_path / "hf"))
+    assert ours.config == replace(PADDED, vocab_size=50257, pad_vocab=ours.config.pad_vocab)
+    assert tokenizer.sha256 == gpt2_tokenizer().sha256
+    assert torch.equal(ours.lm_head.weight[:50257], model.lm_head.weight[:50257])
+
+
+def changed(**args) -> dict:
+    plain = nanogpt(TINY)[1]
+    return plain | {"model_args": plain["model_args"] | args}
+
+
+def without(name: str, *value: torch.Tensor) -> dict:
+    plain = nanogpt(TINY)[1]
+    weights = {n: p for n, p in plain["model"].items() if n != name}
+    return plain | {"model": weights | dict.fromkeys([name] * len(value), *value)}
+
+
+NO_CHECKPOINTS = {
+    "empty": b"",
+    "text": b"no archive",
+    "an evil pickle": pickle.dumps(Evil(), protocol=2),
+    "no settings": {"model": {}},
+    "evil weights": {"model": Evil()},
+    "an evil weight": without("x", Evil()),
+    "other settings": nanogpt(TINY)[1] | {"model_args": {"n_layer": 2}},
+    "heads": changed(n_head=7),
+    "more layers": changed(n_layer=3),
+    "another shape": without("transformer.wpe.weight", torch.ones(3)),
+    "fewer weights": without("transformer.ln_f.weight"),
+}
+
+
+@pytest.mark.parametrize("what", NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_one_line_and_runs_no_code(tmp_path, monkeypatch, capsys, what):
+    monkeypatch.chdir(tmp_path)
+    saved = NO_CHECKPOINTS[what]
+    if isinstance(saved, bytes):
+        Path("ckpt.pt").write_bytes(saved)
+    else:
+        torch.save(saved, "ckpt.pt")
+    assert convert.main(["ckpt.pt", "hf"]) == 2
+    err = capsys.readouterr().err
+    assert "ckpt.pt" in err and err.count("\n") == 1
+    assert os.listdir() == ["ckpt.pt"]
+
+
+def test_a_wrong_command_line_is_one_line(tmp_path, capsys):
+    for line, word in (([str(tmp_path / "none.pt"), "hf"], "none.pt"), (["ckpt.pt"], "usage")):
+        assert convert.main(line) == 2
+        err = capsys.readouterr().err
+        assert word in err and err.count("\n") == 1
