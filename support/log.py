@@ -101,23 +101,22 @@ def start_tracker(out_dir: Path, config: TrainConfig) -> Any:
 
 
 def draw(out_dir: Path, title: str):
-    """Draw the losses in a run's log into loss.png. Do nothing if matplotlib is not installed."""
+    """Draw the losses in a run's log, if there are any, into loss.png, if matplotlib is here."""
     records = read_log(out_dir)  # by step, what a resume has repeated counts once
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     val_losses = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
-    if not find_spec("matplotlib") or not (losses or val_losses):
+    if not find_spec("matplotlib") or not losses:
         return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="step", ylabel="loss (nats per token)")
-    if losses:
-        steps, values = [*losses], [*losses.values()]
-        axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
-        width = max(1, len(values) // 50)
-        smooth = np.convolve(values, np.ones(width) / width, "valid")
-        label = f"training: {smooth[-1]:.3f}" + (f", mean of {width} points" if width > 1 else "")
-        axes.plot(steps[width // 2 :][: len(smooth)], smooth, color="#4a7fd0", label=label)
+    steps, values = [*losses], [*losses.values()]
+    axes.plot(steps, values, ".", markersize=2, color="#c9dbf5")
+    width = max(1, len(values) // 50)
+    smooth = np.convolve(values, np.ones(width) / width, "valid")
+    label = f"training: {smooth[-1]:.3f}" + (f", mean of {width} points" if width > 1 else "")
+    axes.plot(steps[width // 2 :][: len(smooth)], smooth, color="#4a7fd0", label=label)
     if val_losses:
         last = max(val_losses)
         label = f"validation: {val_losses[last]:.3f} after step {last:,}"
