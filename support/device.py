@@ -120,8 +120,9 @@ def tag_compiled_code(dtype: str):
 
 
 def keep_freed_memory():
-    """Make glibc keep the memory of large freed tensors for new ones. The system clears each page
-    that it hands out, which takes a sixth of a step of GPT-2 124M on a CPU."""
+    """Make glibc keep the memory of large freed tensors for new ones, since the system clears each
+    page that it hands out. Without this, a step of nano took 1.55 times as long (two cores of an
+    EPYC, bfloat16), and one of 124M 1.04 times."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
