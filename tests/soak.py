@@ -148,7 +148,8 @@ class SoakedRun:
             # 1: the disk is full, a rank has lost another one, or Ctrl-C came before the first step
             allowed = {0, 3, 130, 137, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
             allowed |= {1} if self.ranks > 1 or "KeyboardInterrupt" in err else set()
-            allowed |= {1} if death == "full-disk" else {1, 2} if "data" in name else set()
+            allowed |= {1} if death == "full-disk" else set()
+            allowed |= {1, 2} if "data" in name else set()
             assert {*codes} <= allowed, (codes, death, name, err)
             assert self.newest_good_step() >= self.saved, (self.saved, death)
             shutil.copytree(whole, self.data, dirs_exist_ok=True)
