@@ -7,14 +7,8 @@ python train_gpt2.py --resume --out-dir out/mine
 import os
 import signal
 import sys
-from contextlib import suppress
-
-import config as flags
-from support.cli import RunError, UserError, report, spell
 
 if __name__ == "__main__":
-    with suppress(UserError):  # main() reports it
-        flags.read_flags(sys.argv[1:], __doc__)  # answers --help, before torch is imported
     # Until the first step, Ctrl-C ends the process at once. Python's own handler would wait for the
     # end of a connection to other ranks, or of a compilation. nohup's SIG_IGN stays.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -23,6 +17,15 @@ if __name__ == "__main__":
     # rank's thread. torch reads this variable once, when it is imported.
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+from contextlib import suppress
+
+import config as flags
+from support.cli import RunError, UserError, report, spell
+
+if __name__ == "__main__":
+    with suppress(UserError):  # main() reports it
+        flags.read_flags(sys.argv[1:], __doc__)  # answers --help, before torch is imported
 
 import math
 import time
