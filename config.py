@@ -50,7 +50,6 @@ class TrainConfig:
     data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
     shuffle: bool = flag(True, "reorder the sequences in each epoch", True)
     seq_len: int = flag(1024, "tokens per sequence", True, min=1)
-    # As in the lecture.
     batch_tokens: int = flag(2**19, "tokens per step, over all ranks (first run: 65536)", min=1)
     # 20 batches, as in build-nanogpt's published curve.
     eval_tokens: int = flag(10_485_760, "validation tokens (fewer without a GPU); 0: none")
@@ -60,7 +59,6 @@ class TrainConfig:
     n_embd: int = flag(768, "channels of the residual stream", True, min=1)
     dropout: float = flag(0.0, "probability of zeroing an activation", max=0.99)
 
-    # As in the lecture.
     steps: int = flag(50, "steps (gpt2 without --data-dir: 240)", min=1, group="optimization")
     # 375 million tokens, as in GPT-3.
     warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
@@ -170,12 +168,11 @@ def read_config(path: Path) -> dict:
     """Return the flags and the machine in a config.json."""
     try:
         saved = json.loads(path.read_bytes())
-        unknown = saved.keys() - DEFAULTS.keys() - {"machine"}
+        check_values(TrainConfig, saved)
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a run's config.json: {error}") from error
-    if unknown:
+    if unknown := saved.keys() - DEFAULTS.keys() - {"machine"}:
         raise UserError(f"{path} has {', '.join(sorted(unknown))}, which are no flags")
-    check_values(TrainConfig, saved)
     return saved
 
 
@@ -213,10 +210,11 @@ def resolve(  # noqa: C901  # one rule after the other
     import torch
 
     given = saved | typed
-    device, on_gpu = world.device, world.device.type == "cuda"
+    on_gpu = world.device.type == "cuda"
     shape = asdict(weights.shape) if weights else {}
     is_small = shape["n_layer"] * shape["n_embd"] ** 2 < 1e6 if shape else not on_gpu
     model = given.get("model", "nano" if is_small else "gpt2")
+    is_nano = model == "nano"
     flags = DEFAULTS | {"model": model} | RECIPES[model]
     flags |= {name: shape[name] for name in shape if name in flags} | given
     for name, value in shape.items():
@@ -224,44 +222,43 @@ def resolve(  # noqa: C901  # one rule after the other
         if name not in ("vocab_size", "pad_vocab") and flags[name] != value and not is_shorter:
             has = f"{weights.folder} has {spell(name, value)}"
             raise UserError(f"{spell(name, flags[name])}: {has}")
-    # Each rule yields to what is given.
+
+    def default(**values: Any):  # unless another value is given
+        flags.update({name: values[name] for name in values.keys() - given.keys()})
+
     if not on_gpu:  # on a CPU, device.choose decides about bf16 and flash
-        flags |= {"tf32": False, "bf16": False, "compile": False} | given
-    elif torch.cuda.get_device_capability(device) < (8, 0):  # a T4 or V100 emulates bfloat16
-        flags |= {"tf32": False, "bf16": False, "fp16": True} | given
-    if model == "nano" or not find_spec("triton"):  # for nano, compiling takes longer than it saves
-        flags |= {"compile": False} | given
+        default(tf32=False, bf16=False, compile=False)
+    elif torch.cuda.get_device_capability(world.device) < (8, 0):  # a T4 or V100: no bfloat16
+        default(tf32=False, bf16=False, fp16=True)
+    if is_nano or not find_spec("triton"):  # for nano, compiling takes longer than it saves
+        default(compile=False)
     if flags["fp16"]:
-        flags |= {"bf16": False} | given
-    if flags["init_from"] and model == "nano":  # the weights may have more positions than its batch
-        batch_tokens = max(flags["batch_tokens"], flags["seq_len"])
-        flags |= FINETUNE_NANO | {"batch_tokens": batch_tokens} | given
+        default(bf16=False)
+    if flags["init_from"] and is_nano:  # the weights may have more positions than its batch
+        default(**FINETUNE_NANO, batch_tokens=max(flags["batch_tokens"], flags["seq_len"]))
     elif flags["init_from"]:
-        flags |= FINETUNE | given
+        default(**FINETUNE)
     elif not flags["data_dir"]:
-        flags |= {"prompt": "def "} | (FIRST_RUN if model != "nano" else {}) | given
-    if not flags["data_dir"]:
-        flags["data_dir"] = python_source(model, weights)
+        default(prompt="def ", **({} if is_nano else FIRST_RUN))
+    flags["data_dir"] = flags["data_dir"] or python_source(model, weights)
     # Muon's products take 300 * n_layer * n_embd**3 FLOPs a step, however many tokens it has: for
     # GPT-2 124M, half as many as those of 4,400 tokens.
-    if model != "nano" and flags["batch_tokens"] < 6 * flags["n_embd"]:
-        flags |= {"muon": False} | given
-    if flags["muon"]:
-        # With Muon, AdamW trains only embeddings and vectors, for which beta1 = 0.8 beat 0.9.
-        flags |= {"beta1": 0.8} | given
-        if not flags["init_from"]:
-            flags |= {"learning_rate": muon_learning_rate(flags["n_embd"])} | given
+    if not is_nano and flags["batch_tokens"] < 6 * flags["n_embd"]:
+        default(muon=False)
+    if flags["muon"]:  # then AdamW trains only embeddings and vectors: beta1 = 0.8 beat 0.9
+        default(beta1=0.8)
+    if flags["muon"] and not flags["init_from"]:
+        default(learning_rate=muon_learning_rate(flags["n_embd"]))
     # A warm-up of 715 steps would fill most of a short run. The lecture warms up for a fifth of it.
-    flags |= {"warmup_steps": min(flags["warmup_steps"], flags["steps"] // 5)} | given
-    if not on_gpu and model != "nano":
+    default(warmup_steps=min(flags["warmup_steps"], flags["steps"] // 5))
+    if not on_gpu and not is_nano:
         # With 124M, 8192 tokens take half a minute on a CPU, and all of them would take hours.
         size = flags["n_embd"] * (12 * flags["n_layer"] * flags["n_embd"] + GPT2_TOKENS)
-        flags |= {"eval_tokens": 8192 * max(1, 124_000_000 // size)} | given
+        default(eval_tokens=8192 * max(1, 124_000_000 // size))
     # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
-    if on_gpu and model != "nano" and flags["bf16"] and not flags["init_from"]:
-        flags |= {"bf16_residual": True} | given
-    if not typed.get("micro_batch_size"):
-        flags["micro_batch_size"] = first_micro_batch(flags, world)
+    if on_gpu and not is_nano and flags["bf16"] and not flags["init_from"]:
+        default(bf16_residual=True)
+    flags["micro_batch_size"] = typed.get("micro_batch_size") or first_micro_batch(flags, world)
     config = TrainConfig(**flags)
     config.num_micro_batches(world.size)  # raises if it is not whole
     return config
@@ -272,9 +269,8 @@ def python_source(model: str, weights: Any) -> str:
     models, GPT-2's, if its vocabulary is on this machine; they are GPT-2 in every way then."""
     if weights:
         return STDLIB + (weights.tokenizer.partition("-")[0] or "gpt2")
-    if model != "nano" and (Path(f"{STDLIB}gpt2").exists() or gpt2_tokenizer()):
-        return f"{STDLIB}gpt2"
-    return f"{STDLIB}bpe"
+    has_gpt2 = model != "nano" and (Path(f"{STDLIB}gpt2").exists() or gpt2_tokenizer())
+    return STDLIB + ("gpt2" if has_gpt2 else "bpe")
 
 
 def muon_learning_rate(n_embd: int) -> float:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.attention import sdpa_kernel
 
 from config import TrainConfig, read_config, resolve, to_take
@@ -32,22 +31,19 @@ from support.world import DONE, INTERRUPTED, Stop, World, connected
 
 def random_seed(*numbers: int) -> int:
     """Return a seed for torch that depends on all of these numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    return np.random.SeedSequence(numbers).generate_state(1, np.uint64).item()
 
 
-def to_device(batch: tuple[np.ndarray, np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
-    x, y = (torch.from_numpy(array) for array in batch)
+def to_device(batch: tuple, device: torch.device) -> list[Tensor]:
+    tensors = [torch.from_numpy(array) for array in batch]
     if device.type == "cuda":  # from pinned memory, the GPU copies while it computes
-        x, y = x.pin_memory(), y.pin_memory()
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-
-
-# ---- Validation ----------------------------------------------------------------------------------
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
 @torch.no_grad()
 def validate(  # noqa: PLR0913
-    net: Module,
+    net: torch.nn.Module,
     model: GPT,
     loader: ShardLoader,
     tokenizer: Tokenizer | None,
@@ -55,38 +51,35 @@ def validate(  # noqa: PLR0913
     world: World,
     stop: Stop | None = None,
 ) -> dict[str, float]:
-    """Return the mean loss over the first --eval-tokens tokens of loader, in several units. After a
-    signal to stop, return what the batches so far give."""
-    # The ranks take turns, so any number of ranks covers the same tokens, in nearly equal shares.
+    """Return the mean loss over the first --eval-tokens tokens of loader, in several units."""
     num_sequences = num_val_sequences(config.eval_tokens, loader)
-    numbers_of_rank = range(world.rank, num_sequences, world.size)
-    num_bytes = 0  # bytes of text in the targets
-    loss_sum = torch.zeros((), device=world.device)
-    starts = range(0, len(numbers_of_rank), loader.B)
+    # The ranks take turns, so any number of ranks covers the same tokens, in nearly equal shares.
+    of_rank = range(world.rank, num_sequences, world.size)
+    starts = range(0, len(of_rank), loader.B)
     # A forward pass without a backward one must be compiled apart, which takes 7 s on an H100: as
     # long as it saves in some 200 batches, or a few validations of 64. But it needs less memory.
     is_short = len(starts) <= 64 and not config.recompute and not config.loss_chunk_tokens
-    forward = model if is_short else net
+    num_bytes = 0  # bytes of text in the targets
+    loss_sum = torch.zeros(1, device=world.device)
     net.eval()
     for start in starts:
         if stop:
             break
-        numbers = numbers_of_rank[start : start + loader.B]
+        numbers = of_rank[start : start + loader.B]
         batch = loader.batch(numbers)
         if tokenizer:
-            num_bytes += int(tokenizer.lengths[batch[1]].sum())
-        x, y = to_device(batch, world.device)
+            num_bytes += tokenizer.lengths[batch[1]].sum()
+        # net is compiled for full batches, so a shorter last batch uses the plain model.
+        forward = model if is_short or len(numbers) < loader.B else net
         with autocast(config.dtype, world.device):
-            # net is compiled for full batches, so a shorter last batch uses the plain model.
-            loss = forward(x, y) if len(numbers) == loader.B else model(x, y)
+            loss = forward(*to_device(batch, world.device))
         loss_sum += loss * len(numbers)
     net.train()
-    val_loss = world.sum(loss_sum.view(1)).item() / num_sequences
+    val_loss = world.sum(loss_sum).item() / num_sequences
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
-    # Avoid world.sum: float32 is exact only up to 2**24.
-    total_bytes = sum(world.gather(num_bytes))
-    if total_bytes:
-        bytes_per_token = total_bytes / (num_sequences * loader.T)
+    num_bytes = sum(world.gather(num_bytes))  # world.sum's float32 is exact only up to 2**24
+    if num_bytes:
+        bytes_per_token = num_bytes / (num_sequences * loader.T)
         figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
     return figures
 
@@ -96,30 +89,27 @@ def num_val_sequences(eval_tokens: int, loader: ShardLoader) -> int:
 
 
 def format_metrics(figures: dict[str, float]) -> str:
-    """Return "loss 3.2800, perplexity 26.5758, ..."."""
+    """Return "val loss 3.2800, perplexity 26.5758, ..."."""
     text = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
-    return text.replace("val_", "").replace("_", " ")
+    return text.replace("_", " ")
 
 
-# ---- Samples -------------------------------------------------------------------------------------
-
-
-def sample(model: GPT, tokenizer: Tokenizer, config: TrainConfig, number: int) -> Iterator[bytes]:
+def sample(
+    model: GPT, tokenizer: Tokenizer, config: TrainConfig, number: int, stop: Stop | None = None
+) -> Iterator[bytes]:
     """Yield the bytes of the tokens that the network draws after --prompt, in sample `number`."""
     device = model.lm_head.weight.device
     # A separate generator makes a run's samples independent of when they are drawn.
     rng = torch.Generator(device).manual_seed(random_seed(config.seed, number))
-    size = model.config.vocab_size
     # Every document begins with <|endoftext|>, and so does a sample without a prompt.
-    ids = tokenizer.encode(config.prompt) or [min(tokenizer.end_of_text, size - 1)]
-    if max(ids) >= size:
-        raise UserError(f"--prompt has token {max(ids)}, but the network knows 0 to {size - 1}")
-    tokens = model.generate(torch.tensor([ids]).to(device), rng, config.temperature, config.top_k)
+    ids = tokenizer.encode(config.prompt) or [tokenizer.end_of_text]
+    start = torch.tensor([ids], device=device)
+    tokens = model.generate(start, rng, config.temperature, config.top_k)
     for _ in range(config.sample_tokens):
         # Keep the yield outside autocast, which would also apply to the caller's code.
         with autocast(config.dtype, device):
             token = int(next(tokens))
-        if token == tokenizer.end_of_text:  # what follows belongs to another document
+        if stop or token == tokenizer.end_of_text:  # what follows is another document
             return
         yield tokenizer.token_bytes(token)
 
@@ -129,27 +119,15 @@ def samples(model: GPT, tokenizer: Tokenizer, config: TrainConfig, stop: Stop) -
     texts = []
     model.eval()
     for number in range(config.num_samples):
-        text = config.prompt.encode()
-        try:
-            for content in sample(model, tokenizer, config, number):
-                text += content
-                if stop:
-                    break
-        except (FloatingPointError, UserError) as error:  # a failed sample must not end a run
-            text += f"(no sample: {error})".encode()
+        text = config.prompt.encode() + b"".join(sample(model, tokenizer, config, number, stop))
         texts.append(text.decode(errors="replace"))
     model.train()
     return "\n---\n".join(texts)
 
 
-# ---- Multiple choice -----------------------------------------------------------------------------
-
-
 class Question(NamedTuple):
-    """A multiple-choice question. Each choice follows the context."""
-
     context: list[int]  # tokens
-    choices: list[list[int]]  # tokens
+    choices: list[list[int]]  # tokens; each choice follows the context
     num_chars: list[int]  # of each choice, without the space before it
     label: int  # the index of the right choice
 
@@ -164,33 +142,24 @@ def open_questions(path: str, tokenizer: Tokenizer | None, vocab_size: int) -> l
     try:
         for line in Path(path).read_bytes().splitlines():
             record = json.loads(line)
-            context, choices = record["ctx"], record["endings"]
+            context = tokenizer.encode(record["ctx"])
+            choices = [tokenizer.encode(f" {text}") for text in record["endings"]]  # as in llm.c
+            num_chars = [len(text) for text in record["endings"]]
             label = int(record["label"])  # a number in HellaSwag's files, text in Hugging Face's
-            if not (context and all(choices) and 0 <= label < len(choices)):
-                raise ValueError("it has an empty text, or a label that names no choice")
-            # A space precedes a choice, as in llm.c.
-            tokens = [tokenizer.encode(f" {choice}") for choice in choices]
-            num_chars = [len(choice) for choice in choices]
-            questions.append(Question(tokenizer.encode(context), tokens, num_chars, label))
-        if not questions:
-            raise ValueError("there is no question")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"--hellaswag {path}, line {len(questions) + 1}: {error!r}"
-        raise UserError(f"{text}; each line needs ctx, endings and label") from error
+            if label not in range(len(choices)):
+                raise ValueError("the label names no ending")
+            questions.append(Question(context, choices, num_chars, label))
+    except Exception as error:  # the file may hold anything
+        raise UserError(f"--hellaswag {path}, line {len(questions) + 1}: {error!r}") from error
     return questions
 
 
 @torch.no_grad()
-def answers(  # noqa: PLR0913
-    model: GPT,
-    questions: list[Question],
-    dtype: str,
-    world: World,
-    stop: Stop | None = None,
+def answers(
+    model: GPT, questions: list[Question], dtype: str, world: World, stop: Stop | None = None
 ) -> dict[str, float]:
-    """Return the fraction of questions whose right choice has the highest log-probability: in total
-    (acc), per character (acc_norm, like lm-evaluation-harness) or per token (acc_norm_tokens, like
-    llm.c). The ranks share the work."""
+    """Return how often the right choice has the highest log-probability: in total (acc), per
+    character (acc_norm, like lm-evaluation-harness) or per token (acc_norm_tokens, like llm.c)."""
     right = np.zeros(3)
     model.eval()
     for question in questions[world.rank :: world.size]:
@@ -199,8 +168,8 @@ def answers(  # noqa: PLR0913
         with autocast(dtype, world.device):
             losses = choice_losses(model, question, world.device)
         num_tokens = [len(choice) for choice in question.choices]
-        for i, sizes in enumerate((1, question.num_chars, num_tokens)):
-            right[i] += (losses / sizes).argmin() == question.label
+        scores = np.stack([losses, losses / question.num_chars, losses / num_tokens])
+        right += scores.argmin(axis=1) == question.label
     model.train()
     shares = np.sum(world.gather(right), axis=0) / len(questions)
     names = "hellaswag_acc", "hellaswag_acc_norm", "hellaswag_acc_norm_tokens"
@@ -208,26 +177,22 @@ def answers(  # noqa: PLR0913
 
 
 def choice_losses(model: GPT, question: Question, device: torch.device) -> np.ndarray:
-    """Return the loss of each choice in nats, summed over its tokens. If context and choice are too
-    long for the network, the context's beginning is cut off."""
-    texts = [question.context + choice for choice in question.choices]
-    texts = [text[-model.config.seq_len - 1 :] for text in texts]
-    rows = [torch.tensor(text, device=device) for text in texts]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    """Return each choice's loss in nats, summed over its tokens. The start of what is too long for
+    the network is cut off."""
+    longest = model.config.seq_len + 1
+    texts = [torch.tensor((question.context + choice)[-longest:]) for choice in question.choices]
+    rows = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)
     with sdpa_kernel(VARLEN_BACKENDS):
-        logits = model.logits(padded[:, :-1]).float()
-    losses = F.cross_entropy(logits.transpose(1, 2), padded[:, 1:], reduction="none")
+        logits = model.logits(rows[:, :-1]).float()
+    losses = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
     sums = []
-    for row_losses, text, choice in zip(losses, texts, question.choices, strict=True):
-        end = len(text) - 1  # nothing predicts the first token
-        sums.append(row_losses[max(0, end - len(choice)) : end].sum().item())
+    for row, text, choice in zip(losses, texts, question.choices, strict=True):
+        unpadded = row[: len(text) - 1]  # nothing predicts the first token
+        sums.append(unpadded[-len(choice) :].sum().item())
     return np.array(sums)
 
 
-# ---- The program ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
+@dataclass
 class EvalConfig:
     data_dir: str = flag("", "folder of token shards (default: the run's)")
     eval_tokens: int = flag(10_485_760, "validation tokens (default: the run's); 0: none")
@@ -235,32 +200,28 @@ class EvalConfig:
     device: str = flag("", "cuda, cuda:1, cpu, mps, ... (default: the best)")
 
 
-def evaluate(name: str, typed: dict, world: World) -> str:
+def evaluate(typed: dict, world: World) -> str:
     """Return the figures of a run's newest checkpoint, or of other weights, as a line of text."""
-    weights = find_weights(name)
-    saved: dict = {}
-    for folder in (Path(name), weights.folder.parent):
-        if (folder / LOG).exists() and (folder / "config.json").exists():
-            # a run's, whose data and precision are taken
-            saved = to_take(read_config(folder / "config.json"), device_name(world.device))
-    typed = typed | {"compile": False}  # an evaluation is too short for it to pay off
-    config = resolve(typed, saved, None if saved else weights, world)
-    model = GPT(weights.shape, ComputeConfig(**config.fields_of(ComputeConfig)))
+    weights = find_weights(typed.pop("weights"))
+    typed["compile"] = False  # an evaluation is too short for it to pay off
+    run = weights.folder.parent
+    saved = {}
+    if (run / LOG).exists():  # take this run's data and precision
+        saved = to_take(read_config(run / "config.json"), device_name(world.device))
+    config = resolve(typed, saved, weights, world)
+    model = GPT(weights.shape, ComputeConfig(**config.fields_of(ComputeConfig))).to(world.device)
     load_weights(model, weights.folder)
-    model.to(world.device)
     data = world.together(open_folder, Path(config.data_dir))
     weights.check_tokens(data)
     tokenizer = find_tokenizer(data.folder, data.tokenizer)
     questions = open_questions(config.hellaswag, tokenizer, weights.shape.vocab_size)
-    loader = ShardLoader(data.val, config.micro_batch_size, config.seq_len)
-    text, figures = str(weights.folder), dict[str, float]()
+    figures: dict[str, float] = {}
     if config.eval_tokens:
+        loader = ShardLoader(data.val, config.micro_batch_size, config.seq_len)
         figures |= validate(model, model, loader, tokenizer, config, world)
-        num_tokens = num_val_sequences(config.eval_tokens, loader) * loader.T
-        text += f", {num_tokens:,} tokens of {data.folder}"
     if questions:
         figures |= answers(model, questions, config.dtype, world)
-    return f"{text}: {format_metrics(figures)}"
+    return f"{weights.folder} on {data.folder}: {format_metrics(figures)}"
 
 
 def main(argv: list[str]) -> int:
@@ -269,7 +230,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
         typed = parse(parser, EvalConfig, argv)
         with connected(typed.get("device", "")) as world:
-            text = evaluate(typed.pop("weights"), typed, world)
+            text = evaluate(typed, world)
             if world.is_main:
                 show(text)
         return DONE

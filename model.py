@@ -34,10 +34,9 @@ class GPTConfig:
 
     def __post_init__(self):
         """Raise ValueError if the fields, which may come from a file, are not a valid network."""
-        if min(self.vocab_size, self.seq_len, self.n_layer, self.n_head, self.n_embd) < 1:
-            raise ValueError(f"each size must be at least 1: {self}")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_head {self.n_head} must divide n_embd {self.n_embd}")
+        sizes = self.vocab_size, self.seq_len, self.n_layer, self.n_head, self.n_embd
+        if min(sizes) < 1 or self.n_embd % self.n_head:
+            raise ValueError(f"a size is below 1, or n_head does not divide n_embd: {self}")
 
     @property
     def num_rows(self) -> int:
@@ -258,27 +257,11 @@ class GPT(nn.Module):
 
     def chunked_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of x (N, C) with only one chunk's logits in memory, since the logits
-        and their gradient are the largest tensors of a step. Each chunk's gradients are computed
-        along with its loss, so that backward need not compute the logits again."""
-        chunk = self.compute.loss_chunk_tokens
-        params = [p for p in self.parameters() if p.requires_grad]
-        totals: dict[Tensor, Tensor] = {}  # gradients of the parameters that the loss depends on
-        loss = torch.zeros((), device=x.device)
-        x_grad = torch.empty_like(x)
-        for start in range(0, len(x), chunk):
-            part = x[start : start + chunk].detach().requires_grad_()
-            part_loss = self.loss(part, targets[start : start + chunk], "sum")
-            loss = loss + part_loss.detach()
-            if torch.is_grad_enabled():
-                grads = torch.autograd.grad(part_loss, [part, *params], allow_unused=True)
-                x_grad[start : start + chunk] = grads[0]
-                for p, grad in zip(params, grads[1:], strict=True):
-                    if grad is not None:
-                        totals[p] = totals[p].add_(grad) if p in totals else grad.clone()
-                del grads, grad, part_loss  # frees memory for the next chunk
-        if not torch.is_grad_enabled():
-            return loss / len(x)
-        return LossWithGradients.apply(loss, [x_grad, *totals.values()], x, *totals) / len(x)
+        and their gradient are the largest tensors of a step. Backward computes them again."""
+        size = self.compute.loss_chunk_tokens
+        chunks = zip(x.split(size), targets.split(size), strict=True)
+        losses = [checkpoint(self.loss, *chunk, "sum", use_reentrant=False) for chunk in chunks]
+        return torch.stack(losses).sum() / len(x)
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(self.head(x), targets, reduction=reduction)
@@ -303,20 +286,6 @@ class GPT(nn.Module):
             if past == self.config.seq_len:
                 cache, past = {}, 0
                 new = idx[:, -max(1, self.config.seq_len // 2) :]
-
-
-class LossWithGradients(torch.autograd.Function):
-    """Returns a loss whose gradients with respect to the inputs are known."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, grads: list[Tensor], *inputs: Tensor):
-        ctx.save_for_backward(*grads)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        # In place, as they are large; torch refuses a second backward, which would be wrong.
-        return None, None, *(known.mul_(grad) for known in ctx.saved_tensors)
 
 
 def sample_token(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:

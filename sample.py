@@ -6,7 +6,6 @@ python sample.py gpt2                              # a name on the Hugging Face 
 
 import codecs
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from config import TrainConfig
@@ -17,7 +16,7 @@ from support.log import show
 from support.world import DONE, INTERRUPTED, find_world
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampleConfig:
     prompt: str = flag("", "text to continue (default: lines typed or piped in)")
     num_samples: int = flag(1, "samples per prompt", min=1)
@@ -28,25 +27,18 @@ class SampleConfig:
     device: str = flag("", "cuda, cuda:1, cpu, mps, ... (default: the best)")
 
 
-def read_prompts(typed: dict) -> Iterator[str]:
-    """Yield --prompt, or what is typed or piped in, line by line."""
-    if "prompt" in typed:
-        yield typed["prompt"]
-        return
-    if sys.stdin.isatty():
-        print("type the beginning of a text, or Ctrl-D to end", file=sys.stderr)
-    for line in sys.stdin:
-        yield line.removesuffix("\n")
-
-
-def show_samples(name: str, typed: dict):
+def show_samples(typed: dict):
     """Load the model, and print each prompt's samples token by token."""
     world = find_world(typed.get("device", ""))
+    name = typed.pop("model")
     model, tokenizer = load_model(name)
     if tokenizer is None:
         raise UserError(f"the tokenizer of {name} is not here: copy its files beside the weights")
     model.to(world.device)
-    for i, prompt in enumerate(read_prompts(typed)):
+    if "prompt" not in typed and sys.stdin.isatty():
+        print("type the beginning of a text, or Ctrl-D to end", file=sys.stderr)
+    prompts = [typed["prompt"]] if "prompt" in typed else (line.rstrip("\n") for line in sys.stdin)
+    for i, prompt in enumerate(prompts):
         config = TrainConfig(**typed | {"prompt": prompt, "bf16": False, "warmup_steps": 0})
         for number in range(config.num_samples):
             show("---\n" if i or number else "", end="")
@@ -58,12 +50,10 @@ def show_samples(name: str, typed: dict):
 
 
 def main(argv: list[str]) -> int:
-    """Run the program and return its exit code. Only a bug shows a traceback."""
     try:
         parser = make_parser(SampleConfig, __doc__ or "")
         parser.add_argument("model", help="a run, a checkpoint, a folder, or a name on the hub")
-        typed = parse(parser, SampleConfig, argv)
-        show_samples(typed.pop("model"), typed)
+        show_samples(parse(parser, SampleConfig, argv))
         return DONE
     except (RunError, OSError, FloatingPointError) as error:  # the last if the logits overflow
         return report(error)

@@ -29,12 +29,9 @@ if __name__ == "__main__":
 
 import math
 import time
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from filelock import FileLock
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -44,10 +41,9 @@ from config import TrainConfig
 from dataloader import GPT2_TOKENS, ShardError, ShardLoader, TokenFolder, open_folder
 from model import GPT, ComputeConfig, GPTConfig
 from support import checkpoint, device, folder
-from support.checkpoint import Weights
-from support.log import Log, draw, find_tracker, last_record
+from support.log import Log, draw, find_tracker
 from support.muon import MuonAdamW
-from support.tokenizer import Tokenizer, find_tokenizer
+from support.tokenizer import find_tokenizer
 from support.world import DONE, INTERRUPTED, STOPPED, Stop, World, connected, ignore_signals
 
 STARTED_AT = time.monotonic()
@@ -73,16 +69,29 @@ def set_backends(config: TrainConfig, world: World):
         device.keep_freed_memory()
 
 
-def speed_up(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """Return model wrapped in torch.compile and DDP, which share its parameters. We save, load
-    and sample the plain model, so that parameter names in checkpoints have no `_orig_mod.` or
-    `module.` prefix, and inputs of other shapes trigger no recompilation."""
+def speed_up(model: GPT, config: TrainConfig, world: World) -> tuple[nn.Module, TrainConfig]:
+    """Return model wrapped in torch.compile and DDP, which share its parameters, and the config
+    with a micro-batch that fits in memory. We save, load and sample the plain model, so that
+    parameter names in checkpoints have no `_orig_mod.` or `module.` prefix, and inputs of other
+    shapes trigger no recompilation."""
     net: nn.Module = model
     if config.compile:
+        if world.device.type == "cuda":
+            # Compiling for each size would take half a minute; compiled code needs less memory.
+            config = device.fit(model, config, world)
+            if world.is_main:
+                print("compiling the network: half a minute the first time, 10 s after that")
         # Every training batch has the same shape, so code for dynamic shapes would gain nothing.
         net = torch.compile(model, dynamic=False)  # type: ignore[assignment]  # speed-up 3
-    # Gradients that are views into DDP's buckets avoid a second copy in memory.
-    return DDP(net, gradient_as_bucket_view=True) if world.size > 1 else net
+    if world.size > 1:
+        # Gradients that are views into DDP's buckets avoid a second copy in memory.
+        net = DDP(net, gradient_as_bucket_view=True)
+    config = device.fit(net, config, world)
+    # After its first backward pass, DDP rebuilds its buckets and then sums in another order. Do
+    # this now, or a resumed run would differ from an uninterrupted one in the last bits.
+    for _ in range(2 if world.size > 1 else 0):
+        device.dummy_pass(net, config, world)
+    return net, config
 
 
 # ---- The optimizer and its learning rate ---------------------------------------------------------
@@ -127,29 +136,55 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 # ---- A run and its state -------------------------------------------------------------------------
 
 
-@dataclass
 class Run:
-    """The run of this process: first the parts that stay the same, then those that change."""
+    """The run of this process, which begins or goes on in the same way on every rank."""
 
-    config: TrainConfig
-    world: World
-    out_dir: Path
-    lock: FileLock | None  # of out_dir; only the main rank has it
-    machine: dict  # what affects the bits of a result besides the flags
-    data: TokenFolder
-    tokenizer: Tokenizer | None  # None if it is not on this machine
-    questions: list[evaluate.Question]
-    val_loader: ShardLoader
-    log: Log
-    net: nn.Module  # what the training loop calls: model, wrapped in torch.compile and DDP
+    def __init__(self, typed: dict, saved: dict, world: World):
+        """Get ready to train. `saved` are the flags in the file of --config. What may fail on a
+        single rank is called by `together`, so that all ranks end."""
+        lock, path = None, None
+        state: dict = {}  # that of the checkpoint to continue
+        out_dir = world.on_main(folder.find_run, typed)  # None for a new run
+        if out_dir:
+            lock = world.together(folder.lock, out_dir, world)
+            path, state = world.together(checkpoint.load_newest, out_dir)
+            saved = state["flags"]
+        taken = flags.to_take(saved, device.device_name(world.device))
+        config, weights, data = world.together(read_inputs, typed, taken, path, world)
+        world.check_same("the flags, data or checkpoint", (config, data.fingerprint, path))
+        if state and state["data"] != data.fingerprint:
+            raise UserError(f"--data-dir {data.folder} holds other tokens than the run began with")
 
-    model: GPT  # the plain module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler  # does nothing without --fp16
-    loader: ShardLoader  # of the training data
-    old_end: int = 0  # --steps of the process before
-    step: int = 0  # steps done
-    val_losses: dict[int, float] = field(default_factory=dict)  # by step
+        config, figures = device.choose(config, taken | typed, world)
+        set_backends(config, world)
+        model = world.together(make_model, config, data, weights).to(world.device)
+        device.check_causality(model, config.dtype, world.device)
+        net, config = speed_up(model, config, world)
+        self.config, self.data, self.world = config, data, world
+        self.net = net  # what the training loop calls: model, wrapped in torch.compile and DDP
+        self.model = model  # the plain module
+        self.machine = device.machine(world)  # what affects the bits besides the flags
+        # None if it is not on this machine.
+        self.tokenizer = world.together(find_tokenizer, data.folder, data.tokenizer)
+        what = config.hellaswag, self.tokenizer, model.config.vocab_size
+        self.questions = world.together(evaluate.open_questions, *what)
+        if not out_dir:
+            out_dir = world.on_main(folder.make, config.out_dir)
+            lock = world.together(folder.lock, out_dir, world)
+        self.out_dir, self.lock = out_dir, lock  # only the main rank has the lock
+        self.log = Log(out_dir, config, state.get("step", 0), world.is_main)
+        B, T = config.micro_batch_size, config.seq_len
+        seed = config.seed if config.shuffle else None
+        self.loader = ShardLoader(data.train, B, T, world.rank, world.size, seed)
+        self.val_loader = ShardLoader(data.val, B, T)
+        self.optimizer = make_optimizer(model, config, world)
+        # It does nothing without --fp16.
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
+        self.step = self.old_end = 0  # steps done, and --steps of the process before
+        self.val_losses: dict[int, float] = {}  # by step
+        if state:
+            self.restore(state)
+        record_start(self, saved if state else {}, figures)
 
     def state(self) -> dict:
         """Return all that a resume needs besides the weights: tensors, numbers, strings, lists and
@@ -165,14 +200,84 @@ class Run:
         }
 
     def restore(self, state: dict):
-        """Take over what state() returned. start() has used the flags, and compared the data."""
-        self.old_end = state["flags"]["steps"]
-        self.step = state["step"]
+        """Take over what state() returned. Its flags and data have been used before."""
+        self.step, self.old_end = state["step"], state["flags"]["steps"]
         self.loader.position = state["position"]
         checkpoint.load_optimizer(self.optimizer, state["optimizer"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.val_losses = state["val_losses"]
+
+
+def read_inputs(
+    typed: dict, saved: dict, path: Path | None, world: World
+) -> tuple[TrainConfig, checkpoint.Weights | None, TokenFolder]:
+    """Return the flags, the weights to start from (those of the checkpoint at path, if any), and
+    the data. Raise UserError or ShardError if they don't fit together."""
+    init_from = (saved | typed).get("init_from")
+    weights = checkpoint.find_weights(init_from) if init_from and not path else None
+    config = flags.resolve(typed, saved, weights, world)
+    if path:
+        flags.check_kept(typed, saved)
+        weights = checkpoint.read_shape(path)
+    folder.make_python_source(Path(config.data_dir))
+    data = open_folder(Path(config.data_dir))
+    if weights:
+        weights.check_tokens(data)
+    if config.wandb:
+        find_tracker()  # raises if there is none
+    for shards in (data.train, data.val):
+        ShardLoader(shards, 1, config.seq_len)  # raises if they are too short
+    return config, weights, data
+
+
+def make_model(config: TrainConfig, data: TokenFolder, weights: checkpoint.Weights | None) -> GPT:
+    """Return the network on the CPU, with random weights or those that the run starts from."""
+    vocab_size = weights.shape.vocab_size if weights else data.vocab_size
+    if not weights and config.model != "nano" and data.folder.name.startswith("stdlib-"):
+        vocab_size = GPT2_TOKENS  # to have GPT-2's size and speed
+    # With the same seed, every rank draws the same initial weights.
+    shape = GPTConfig(**{"vocab_size": vocab_size} | config.fields_of(GPTConfig))
+    model = GPT(shape, ComputeConfig(**config.fields_of(ComputeConfig)), config.seed)
+    if weights:
+        checkpoint.load_weights(model, weights.folder)
+    return model
+
+
+def record_start(run: Run, saved: dict, figures: str):
+    """Write config.json and the first record of the log, and print what this run is, what was
+    measured for it, and what has changed since the checkpoint whose flags are `saved`."""
+    config, machine, loader, size = run.config, run.machine, run.loader, run.world.size
+    now = flags.to_save(config, machine)
+    names = {"data": run.data.fingerprint, "tokenizer": run.data.tokenizer}
+    run.log.record(flags=now, **names, resumed=run.step, process=os.getpid())
+    if run.world.is_main:
+        (run.out_dir / "config.tmp").write_bytes(checkpoint.as_json(now))
+        os.replace(run.out_dir / "config.tmp", run.out_dir / "config.json")
+    num_tokens = len(loader) * loader.T
+    num_epochs = config.steps * config.batch_tokens / num_tokens
+    num_val = evaluate.num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
+    decayed, others = run.model.decay_groups()
+    num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
+    speed_ups = [spell(name)[2:] for name in flags.SPEED_UPS if getattr(config, name)]
+    lines = [
+        f"run: {run.out_dir}, {f'resumed after step {run.step:,}' if saved else 'new'}",
+        f"data: {run.data.folder}, {run.data.tokenizer}: {num_epochs:.2f} epochs of {num_tokens:,}"
+        f" tokens; {num_val:,} tokens for validation",
+        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
+        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
+        f"optimizer: {'Muon for the matrices, AdamW for the rest' if config.muon else 'AdamW'}",
+        f"device: {size} x {machine['device']}, torch {machine['torch']}",
+        f"speed-ups: {', '.join(speed_ups) or 'none'}{figures}",
+        f"step: {config.batch_tokens:,} tokens, {size} ranks x {config.num_micro_batches(size)}"
+        f" passes x {loader.B} x {loader.T}",
+        *flags.changes(saved, now),
+    ]
+    if num_epochs > 5:
+        lines.append(f"{num_epochs:.0f} epochs may be too many: watch the validation loss")
+    if not run.tokenizer:
+        lines.append(f"{run.data.tokenizer}'s vocabulary is not here: no samples, no bits per byte")
+    run.log.print("\n".join(lines))
 
 
 def save(run: Run):
@@ -184,31 +289,25 @@ def save(run: Run):
     run.world.check_same("the weights", bits.tolist())
     if not torch.stack([p.sum() for p in weights]).isfinite().all():
         raise RunError(f"after step {run.step} the weights are not finite: nothing was saved")
-    run.world.together(write_checkpoint, run)
+    run.world.on_main(write_checkpoint, run)
 
 
 def write_checkpoint(run: Run):
-    if run.world.is_main:
-        started = time.perf_counter()
-        # A background thread would have to copy everything first, to gain 2 s per 250 steps.
-        checkpoint.save(run.out_dir, run.model, run.state(), run.tokenizer, run.data.tokenizer)
-        checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
-        run.log.record(saved=run.step, save_s=time.perf_counter() - started)
+    started = time.perf_counter()
+    # A background thread would have to copy everything first, to gain 2 s per 250 steps.
+    checkpoint.save(run.out_dir, run.model, run.state(), run.tokenizer, run.data.tokenizer)
+    checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
+    run.log.record(saved=run.step, save_s=time.perf_counter() - started)
 
 
-# ---- One step ------------------------------------------------------------------------------------
+# ---- The training --------------------------------------------------------------------------------
 
 
-class StepResult(NamedTuple):
-    loss: float  # mean over the step's tokens on all ranks, before the update
-    grad_norm: float  # before clipping
-    must_stop: bool  # whether any rank was asked to stop
-
-
-def train_step(run: Run, stop: Stop) -> StepResult:
-    """Take one step: forward and backward over batch_tokens tokens, then one update. If the loss or
-    the gradient is not finite, raise RunError on every rank before any weight changes. With
-    --fp16, if the gradient overflows, only skip the update."""
+def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
+    """Take one step: forward and backward over batch_tokens tokens, then one update. Return the
+    mean loss of these tokens, the gradient's norm before clipping, and whether any rank was asked
+    to stop. If the loss or the gradient is not finite, raise RunError on every rank before any
+    weight changes. With --fp16, if the gradient overflows, only skip the update."""
     config, world = run.config, run.world
     num_micro_batches = config.num_micro_batches(world.size)
     if config.dropout:
@@ -256,37 +355,34 @@ def train_step(run: Run, stop: Stop) -> StepResult:
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # frees them; the next pass writes instead of adding
     run.step += 1
-    return StepResult(mean_loss, mean_norm, num_stop_votes > 0)
+    return mean_loss, mean_norm, num_stop_votes > 0
 
 
-# ---- The loop ------------------------------------------------------------------------------------
-
-
-def train(run: Run, stop: Stop) -> int:
+def train(run: Run) -> int:
     """Train up to config.steps. Return the exit code: DONE, or STOPPED after a signal."""
     config = run.config
+    stop = Stop(STARTED_AT + 3600 * (config.max_hours or math.inf))
 
     def is_due(every: int) -> bool:  # 0: only at the beginning and the end
         return run.step in (0, config.steps) or (every > 0 and run.step % every == 0)
 
+    first_step = run.step + 1  # always printed: it shows that all is well, and how long steps take
+    log_every = config.log_every or math.ceil(config.steps / 20)
     # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
     # repeats an evaluation that is due, because the previous process may have died during it.
     eval_due = is_due(config.eval_every) or run.step == run.old_end
     must_stop = eval_due and evaluate_now(run, stop)
-    is_first = True  # always printed: it shows that all is well, and how long steps take
     while run.step < config.steps and not must_stop:
         started = time.perf_counter()
-        result = train_step(run, stop)
-        log_every = config.log_every or math.ceil(config.steps / 20)
-        log_step(run, result, time.perf_counter() - started, is_first or is_due(log_every))
-        is_first = False
+        loss, grad_norm, must_stop = train_step(run, stop)
+        seconds = time.perf_counter() - started
+        log_step(run, loss, grad_norm, seconds, run.step == first_step or is_due(log_every))
 
         # Save before evaluating, so that no step is lost if the evaluation fails or is killed, and
         # the checkpoint with the best validation loss is always on disk.
-        must_stop, eval_due = result.must_stop, is_due(config.eval_every)
-        if must_stop or eval_due or is_due(config.save_every):
+        if must_stop or is_due(config.eval_every) or is_due(config.save_every):
             save(run)
-        if eval_due and not must_stop:
+        if is_due(config.eval_every) and not must_stop:
             must_stop = evaluate_now(run, stop)
     if must_stop and not run.step:
         run.log.print("stopped before the first step: there is nothing to save")
@@ -300,24 +396,20 @@ def train(run: Run, stop: Stop) -> int:
     return DONE
 
 
-def log_step(run: Run, result: StepResult, seconds: float, is_printed: bool):
+def log_step(run: Run, loss: float, grad_norm: float, seconds: float, is_printed: bool):
     """Log a step. `seconds` does not include saving."""
-    config, step = run.config, run.step
-    rate, tokens_per_s = learning_rate(step - 1, config), config.batch_tokens / seconds
-    text = (
-        f"step {step}/{config.steps} | loss {result.loss:.4f} | lr {rate:.2e} |"
-        f" norm {result.grad_norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s"
-    )
-    record: dict = {"step": step, "loss": result.loss, "learning_rate": rate}
+    rate, tokens_per_s = learning_rate(run.step - 1, run.config), run.config.batch_tokens / seconds
+    text = f"step {run.step}/{run.config.steps} | loss {loss:.4f} | lr {rate:.2e} |"
+    text += f" norm {grad_norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s"
+    record: dict = {"step": run.step, "loss": loss, "learning_rate": rate}
     # None if the gradient overflowed float16, because JSON has no inf.
-    record["grad_norm"] = result.grad_norm if math.isfinite(result.grad_norm) else None
+    record["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None
     record |= {"ms": 1000 * seconds, "tokens_per_s": tokens_per_s}
     if run.world.device.type == "cuda":
         record["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    peak = device.peak_tflops(run.machine["device"])
-    if peak:
-        flops_per_s = tokens_per_s * run.model.flops_per_token() / run.world.size
-        record["mfu"] = flops_per_s / 1e12 / peak
+    if peak := device.peak_tflops(run.machine["device"]):
+        tflops = tokens_per_s * run.model.flops_per_token() / run.world.size / 1e12
+        record["mfu"] = tflops / peak
         text += f" | {record['mfu']:.0%} MFU"
     run.log.step(record, text if is_printed else "")
 
@@ -327,11 +419,10 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
     they never change a run. Return whether any rank was asked to stop: then nothing is recorded,
     and the resumed run repeats the evaluation."""
     config, world, model = run.config, run.world, run.model
-    figures: dict[str, float] = {}
-    text = ""
+    figures, text = dict[str, float](), ""
     if config.eval_tokens:
-        loader = run.val_loader
-        figures |= evaluate.validate(run.net, model, loader, run.tokenizer, config, world, stop)
+        what = run.val_loader, run.tokenizer, config, world
+        figures = evaluate.validate(run.net, model, *what, stop)
     if run.step or config.init_from:  # random weights would produce only noise
         if run.questions:
             figures |= evaluate.answers(model, run.questions, config.dtype, world, stop)
@@ -352,188 +443,15 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
     return False
 
 
-# ---- The start, which is the same on every rank --------------------------------------------------
-
-
-def start(typed: dict, saved: dict, world: World) -> Run | None:
-    """Return a run that is ready to train, or None if it is complete. `saved` are the flags in the
-    file of --config. What may fail on a single rank is called by `together`, so that all end."""
-    out_dir, lock, path, state = open_run(typed, world)  # nothing for a new run
-    saved = state.get("flags", saved)
-    name = device.device_name(world.device)
-    taken = flags.to_take(saved, name)
-    config, weights, data = world.together(read_inputs, typed, taken, path, world)
-    found = config, data.fingerprint, path, name
-    world.check_same("the flags, data, checkpoint or device", found)
-    if state and state["data"] != data.fingerprint:
-        raise UserError(f"--data-dir {data.folder} holds other tokens than the run began with")
-    if out_dir and state["step"] >= config.steps and "done" in last_record(out_dir):
-        if world.is_main:
-            print(f"already complete: {state['step']:,} steps are done; for more, add --steps")
-        return None
-
-    config, figures = device.choose(config, taken | typed, world)
-    set_backends(config, world)
-    model = world.together(make_model, config, data, weights).to(world.device)
-    device.check_causality(model, config.dtype, world.device)
-    net, config = build_net(model, config, typed, world)
-    tokenizer = world.together(find_tokenizer, data.folder, data.tokenizer)
-    size = model.config.vocab_size
-    questions = world.together(evaluate.open_questions, config.hellaswag, tokenizer, size)
-    if not out_dir:
-        lock = world.together(folder.make, config.out_dir, world)
-        out_dir = world.gather(Path(lock.lock_file).parent if lock else Path())[0]
-    world.together(checkpoint.check_space, out_dir, model, config.keep)
-    B, T, seed = config.micro_batch_size, config.seq_len, config.seed if config.shuffle else None
-    run = Run(
-        config=config,
-        world=world,
-        out_dir=out_dir,
-        lock=lock,
-        machine=device.machine(world),
-        data=data,
-        tokenizer=tokenizer,
-        questions=questions,
-        val_loader=ShardLoader(data.val, B, T),
-        log=Log(out_dir, config, state.get("step", 0), world.is_main),
-        net=net,
-        model=model,
-        optimizer=make_optimizer(model, config, world),
-        scaler=torch.amp.GradScaler(world.device.type, enabled=config.fp16),
-        loader=ShardLoader(data.train, B, T, world.rank, world.size, seed),
-    )
-    if state:
-        run.restore(state)
-    record_start(run, saved if state else {}, figures)
-    return run
-
-
-def open_run(typed: dict, world: World) -> tuple[Path | None, FileLock | None, Path | None, dict]:
-    """Return the folder of the run to continue, its lock, its newest checkpoint and the state in
-    that; or nothing for a new run."""
-    out_dir = world.gather(world.together(folder.find_run, typed))[0]
-    if not out_dir:
-        return None, None, None, {}
-    lock = world.together(folder.lock, out_dir, world)
-    path, state = world.together(checkpoint.load_newest, out_dir)
-    flags.check_kept(typed, state["flags"])
-    return out_dir, lock, path, state
-
-
-def read_inputs(
-    typed: dict, saved: dict, path: Path | None, world: World
-) -> tuple[TrainConfig, Weights | None, TokenFolder]:
-    """Return the flags, the weights to start from (those of the checkpoint at path, if any), and
-    the data. Raise UserError or ShardError if they don't fit together."""
-    init_from = (saved | typed).get("init_from")
-    weights = checkpoint.find_weights(init_from) if init_from and not path else None
-    config = flags.resolve(typed, saved, weights, world)
-    if path:
-        weights = checkpoint.read_shape(path)
-    folder.make_python_source(Path(config.data_dir))
-    data = open_folder(Path(config.data_dir))
-    if weights:
-        weights.check_tokens(data)
-    if config.wandb:
-        find_tracker()  # raises if there is none
-    for shards in (data.train, data.val):
-        ShardLoader(shards, 1, config.seq_len)  # raises if they are too short
-    return config, weights, data
-
-
-def make_model(config: TrainConfig, data: TokenFolder, weights: Weights | None) -> GPT:
-    """Return the network on the CPU, with random weights or those that the run starts from."""
-    vocab_size = weights.shape.vocab_size if weights else data.vocab_size
-    if not weights and config.model != "nano" and data.folder.name.startswith("stdlib-"):
-        vocab_size = GPT2_TOKENS  # to have GPT-2's size and speed
-    # With the same seed, every rank draws the same initial weights.
-    shape = GPTConfig(**{"vocab_size": vocab_size} | config.fields_of(GPTConfig))
-    model = GPT(shape, ComputeConfig(**config.fields_of(ComputeConfig)), config.seed)
-    if weights:
-        checkpoint.load_weights(model, weights.folder)
-    return model
-
-
-def build_net(
-    model: GPT, config: TrainConfig, typed: dict, world: World
-) -> tuple[nn.Module, TrainConfig]:
-    """Return the sped-up network, and the config with a micro-batch that fits in memory. If torch
-    can't compile the network, --compile is off, unless it was typed."""
-    if world.device.type == "cuda" and config.compile:
-        # Compiling for each size would take half a minute, and compiled code needs less memory.
-        config = device.fit(model, config, world)
-        if world.is_main:
-            print("compiling the network: half a minute the first time, 10 s after that")
-    net = speed_up(model, config, world)
-    try:
-        config = device.fit(net, config, world)
-    except device.CompileError as error:
-        if "compile" in typed:
-            raise UserError(f"--compile fails: {error}; add --no-compile") from error
-        if world.is_main:
-            print(f"torch can't compile the network ({error}): going on without --compile")
-        return build_net(model, replace(config, compile=False), typed, world)
-    # After its first backward pass, DDP rebuilds its buckets and then sums in another order. Do
-    # this now, or a resumed run would differ from an uninterrupted one in the last bits.
-    for _ in range(2 if world.size > 1 else 0):
-        device.dummy_pass(net, config, world)
-    return net, config
-
-
-def record_start(run: Run, saved: dict, figures: str):
-    """Write config.json and the first record of the log, and print what this run is, what was
-    measured for it, and what has changed since the checkpoint whose flags are `saved`."""
-    config, machine, loader, size = run.config, run.machine, run.loader, run.world.size
-    now = flags.to_save(config, machine)
-    names = {"data": run.data.fingerprint, "tokenizer": run.data.tokenizer}
-    run.log.record(flags=now, **names, resumed=run.step, process=os.getpid())
-    if run.world.is_main:
-        (run.out_dir / "config.tmp").write_bytes(checkpoint.as_json(now))
-        os.replace(run.out_dir / "config.tmp", run.out_dir / "config.json")
-    num_epochs = config.steps * config.batch_tokens / (len(loader) * loader.T)
-    num_val = evaluate.num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
-    decayed, others = run.model.decay_groups()
-    num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
-    speed_ups = [spell(name)[2:] for name in flags.SPEED_UPS if getattr(config, name)]
-    lines = [
-        f"run: {run.out_dir}, {f'resumed after step {run.step:,}' if saved else 'new'}",
-        f"data: {run.data.folder}, {run.data.tokenizer}: {num_epochs:.2f} epochs of"
-        f" {len(loader) * loader.T:,} tokens; {num_val:,} tokens for validation",
-        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
-        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
-        f"optimizer: {'Muon for the matrices, AdamW for the rest' if config.muon else 'AdamW'}",
-        f"device: {size} x {machine['device']}, torch {machine['torch']}",
-        f"speed-ups: {', '.join(speed_ups) or 'none'}{figures}",
-        f"step: {config.batch_tokens:,} tokens, {size} ranks x {config.num_micro_batches(size)}"
-        f" passes x {loader.B} x {loader.T}",
-        *flags.changes(saved, now),
-    ]
-    if num_epochs > 5:
-        lines.append(f"{num_epochs:.0f} epochs may be too many: watch the validation loss")
-    if not run.tokenizer:
-        lines.append(f"{run.data.tokenizer}'s vocabulary is not here: no samples, no bits per byte")
-    run.log.print("\n".join(lines))
-
-
-# ---- The program ---------------------------------------------------------------------------------
-
-
-def run_program(typed: dict, saved: dict, world: World) -> int:
-    """Train, and return the exit code. What a run holds is freed before the ranks disconnect."""
-    try:
-        run = start(typed, saved, world)
-        end_at = STARTED_AT + 3600 * typed["max_hours"] if typed.get("max_hours") else math.inf
-        return train(run, Stop(end_at)) if run else DONE
-    except (RunError, ShardError, OSError) as error:
-        return report(error)
-
-
 @record  # torchrun shows the traceback of the rank that failed first
 def main(argv: list[str]) -> int:
     try:
         typed, saved = flags.read_flags(argv, __doc__ or "")
         with connected(typed.get("device", "")) as world:
-            return run_program(typed, saved, world)
+            try:  # here, so that what a run holds is freed before the ranks disconnect
+                return train(Run(typed, saved, world))
+            except (RunError, ShardError, OSError) as error:
+                return report(error)
     except UserError as error:
         return report(error)
 

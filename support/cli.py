@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import field, fields
 from typing import Any
 
@@ -21,51 +20,37 @@ class UserError(RunError):
     exit_code = 2
 
 
-def flag(  # noqa: PLR0913
-    default: Any,
-    text: str,
-    keep: bool = False,
-    choices: Iterable[str] | None = None,
-    min: float = 0,  # noqa: A002
-    max: float = 2**31 - 1,  # noqa: A002
-    group: str = "",
-) -> Any:
-    """Declare a dataclass field as a flag. A resumed run can't change one that has `keep`. In
-    --help, a group starts at the flag that names it."""
-    metadata = {"text": text, "keep": keep, "choices": choices}
-    return field(default=default, metadata=metadata | {"min": min, "max": max, "group": group})
+def flag(default: Any, text: str, keep: bool = False, choices: Any = None, **more: Any) -> Any:
+    """Declare a dataclass field as a flag. A resumed run can't change one that has `keep`. `min`
+    (0) and `max` (2**31 - 1) limit a number. `group` begins a group of --help."""
+    return field(default=default, metadata=more | {"text": text, "keep": keep, "choices": choices})
 
 
-def spell(name: str, value: Any = None) -> str:
+def spell(name: str, value: Any = True) -> str:
     """Return a flag as the user types it: --out-dir, --no-compile, --steps 50."""
     name = name.replace("_", "-")
     if value is False:
         return f"--no-{name}"
-    return f"--{name}" if value is None or value is True else f"--{name} {value}"
+    return f"--{name}" if value is True else f"--{name} {value}"
 
 
 def check_values(kind: type, values: dict[str, Any]):
-    """Raise UserError if a value for a flag of the class `kind` has a wrong type, is none of its
-    choices or is out of its range."""
+    """Raise UserError if a flag of the class `kind` has a wrong type, choice or range."""
     for f in fields(kind):
-        value, low, high = values.get(f.name, f.default), f.metadata["min"], f.metadata["max"]
-        if type(value) is not f.type and not (f.type is float and type(value) is int):
-            raise UserError(f"{spell(f.name)} {value!r} is no {type(f.default).__name__}")
-        choices = f.metadata["choices"]
-        if choices and value not in choices:
-            raise UserError(f"{spell(f.name, value)} is none of {', '.join(choices)}")
+        value, choices = values.get(f.name, f.default), f.metadata["choices"]
+        is_of_type = isinstance(value, (int, type(f.default)))  # JSON may write 1.0 as 1
+        if not is_of_type or (choices and value not in choices):
+            raise UserError(f"{spell(f.name)} {value!r} is not one of its values; see --help")
+        low, high = f.metadata.get("min", 0), f.metadata.get("max", 2**31 - 1)
         if f.type in (int, float) and not low <= value <= high:  # nan is in no range
             raise UserError(f"{spell(f.name, value)} is not in the range from {low} to {high}")
 
 
 def report(error: Exception) -> int:
-    """Print an error whose reason is known in one line, and return the exit code. What all ranks
-    have, the main one prints."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or getattr(error, "is_of_one_rank", True):
-        who = "error" if rank == "0" else f"error on rank {rank}"
-        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
-    return getattr(error, "exit_code", RunError.exit_code)
+    """Print an error in one line, and return the exit code. The main rank prints what all have."""
+    if os.getenv("RANK", "0") == "0" or getattr(error, "is_of_one_rank", True):
+        print("error:", *str(error).split(), file=sys.stderr)
+    return getattr(error, "exit_code", 1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,45 +61,38 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(kind: type, doc: str, recipes: dict[str, dict] | None = None) -> Parser:
-    """Return a parser with a flag for each field of the class `kind`. The result of parsing has
-    only what was typed. --help begins with doc, and shows the defaults of recipes, too."""
+    """Return a parser whose result is what was typed. --help has doc and the recipes' defaults."""
     parser = Parser(usage="%(prog)s [flags]", description=doc, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.argument_default = argparse.SUPPRESS
-    group: argparse._ActionsContainer = parser
+    group: Any = parser
     for f in fields(kind):
-        if f.metadata["group"]:
+        if "group" in f.metadata:
             group = parser.add_argument_group(f.metadata["group"])
         text = f.metadata["text"]
         if "(default" not in text:
-            defaults = [str(f.default) or "none"]
-            for name, recipe in (recipes or {}).items():
-                if recipe.get(f.name, f.default) != f.default:
-                    defaults.append(f"{name} {recipe[f.name]}")
-            text += f" (default: {'; '.join(defaults)})"
+            more = [f"; {name} {r[f.name]}" for name, r in (recipes or {}).items() if f.name in r]
+            text += f" (default: {f.default!r}{''.join(more)})"
+        how: dict[str, Any] = {"type": f.type, "choices": f.metadata["choices"]}
         if f.type is bool:
-            group.add_argument(spell(f.name), help=text, action=argparse.BooleanOptionalAction)
-        else:
-            choices = f.metadata["choices"]
-            group.add_argument(spell(f.name), help=text, type=f.type, choices=choices)
+            how = {"action": argparse.BooleanOptionalAction}
+        group.add_argument(spell(f.name), help=text, **how)
     return parser
 
 
 def parse(parser: Parser, kind: type, argv: list[str]) -> dict[str, Any]:
     """Return the flags on a command line, by field name. Raise UserError if one is wrong."""
-    switches = {spell(f.name) for f in fields(kind) if f.type is bool}
+    switches = [spell(f.name) for f in fields(kind) if f.type is bool]
     words = []
     for arg in argv:
         if arg.encode(errors="replace").decode() != arg:  # log and checkpoints hold UTF-8
             raise UserError(f"{arg!a} is not UTF-8 text")
         name, equals, value = arg.partition("=")
-        if name.startswith(
-            "--"
-        ):  # as argparse spells it: --no-compile for nanoGPT's --compile=False
+        if name.startswith("--"):  # nanoGPT's --batch_size and --compile=False work, too
             name = name.replace("_", "-")
             arg = name + equals + value
-            if name in switches and value in ("True", "False"):
-                arg = spell(name[2:], value == "True")
+        if name in switches and value in ("True", "False"):
+            arg = spell(name[2:], value == "True")
         words.append(arg)
     typed = vars(parser.parse_args(words))
     check_values(kind, typed)

@@ -11,11 +11,9 @@ import torch
 
 from dataloader import GPT2_TOKENS
 from model import GPT, GPTConfig
-from support.checkpoint import save_weights
+from support.checkpoint import SIZES, save_weights
 from support.cli import RunError, UserError, report
 from support.tokenizer import gpt2_tokenizer
-
-WRAPPERS = r"^(module\.|_orig_mod\.)*"  # name prefixes of DDP and torch.compile
 
 
 def convert(path: Path, folder: Path):
@@ -25,26 +23,23 @@ def convert(path: Path, folder: Path):
         stand_ins: list = [(SimpleNamespace, f"{file}.GPTConfig") for file in ("__main__", "model")]
         with torch.serialization.safe_globals(stand_ins):
             saved = torch.load(path, "cpu", weights_only=True)
-        settings = saved.get("model_args") or vars(saved["config"])
-        is_gpt2 = settings["vocab_size"] in (GPT2_TOKENS, 50304)  # both programs pad it
-        vocab_size = GPT2_TOKENS if is_gpt2 else settings["vocab_size"]
-        names = ("n_layer", "n_head", "n_embd")
-        shape = GPTConfig(vocab_size, settings["block_size"], *(settings[name] for name in names))
-        weights = {re.sub(WRAPPERS, "", name): tensor for name, tensor in saved["model"].items()}
-        model = GPT(shape)
-        for name, param in model.named_parameters():
-            p = param.detach()[: vocab_size if name.endswith("wte.weight") else None]
-            if name.endswith("bias") and name not in weights:
-                p.zero_()  # nanoGPT's --bias=False acts like biases of 0
-            elif weights[name][: len(p)].shape != p.shape:
-                raise ValueError(f"{name} is not of the shape {tuple(p.shape)}")
-            else:
-                p.copy_(weights[name][: len(p)])
+        args = saved.get("model_args") or vars(saved["config"])
+        sizes = {name: args[name] for name in SIZES} | {"seq_len": args["block_size"]}
+        model = GPT(GPTConfig(**sizes, pad_vocab=False))
+        weights = {}
+        for name, tensor in saved["model"].items():  # DDP and torch.compile prefix the names
+            weights[re.sub(r"^(module\.|_orig_mod\.)*", "", name)] = tensor
+        missing, _ = model.load_state_dict(weights, strict=False)
+        if not all(name.endswith("bias") for name in missing):  # ours are 0, as --bias=False acts
+            raise ValueError(f"it lacks {missing}")
     except Exception as error:  # the file may hold anything
-        text = f"{path} is no checkpoint of nanoGPT or build-nanogpt"
-        raise UserError(f"{text}: {type(error).__name__}: {error!s:.200}") from error
+        raise UserError(f"{path} is no checkpoint of nanoGPT's: {error!r:.200}") from error
     folder.mkdir(parents=True)
-    save_weights(folder, model, gpt2_tokenizer() if is_gpt2 else None, "gpt2" if is_gpt2 else "")
+    is_gpt2 = sizes["vocab_size"] in (GPT2_TOKENS, 50304)  # both programs pad it
+    if is_gpt2:
+        sizes["vocab_size"] = GPT2_TOKENS
+    model.config = GPTConfig(**sizes)
+    save_weights(folder, model, gpt2_tokenizer() if is_gpt2 else None, "")
 
 
 def main(argv: list[str]) -> int:

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -17,46 +16,45 @@ from support.world import World
 
 
 def find_run(typed: dict) -> Path | None:
-    """Return the folder of the run to continue, or None to begin a new one. Raise UserError if
-    there is no run to resume, or one where a new one should begin."""
+    """Return the folder of the run to continue, or None to begin a new one, or raise UserError."""
     name, resume = typed.get("out_dir"), typed.get("resume")
     continues = resume or typed.get("auto_resume")
     if not name:
         if continues:
             raise UserError("which run? name its folder with --out-dir")
         return None
-    if Path(name).exists() and not Path(name).is_dir():
+    out_dir = Path(name)
+    if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"--out-dir {name} is not a folder")
-    if checkpoints(Path(name)):
-        if not continues:
-            raise UserError(f"--out-dir {name} holds a run: add --resume, or name another folder")
-        return Path(name)
+    if checkpoints(out_dir):
+        if continues:
+            return out_dir
+        raise UserError(f"--out-dir {name} holds a run: add --resume, or name another folder")
     if resume:
         raise UserError(f"--resume: {name} holds no checkpoint")
-    for file in ("config.json", "loss.png"):  # which a run writes
-        if Path(name, file).exists() and not Path(name, LOG).exists():
-            raise UserError(f"--out-dir {name} holds {file}, but no run: name another folder")
+    files = {path.name for path in out_dir.glob("*")}
+    if LOG not in files and files & {"config.json", "loss.png"}:  # which we would overwrite
+        raise UserError(f"--out-dir {name} holds another program's files: name another folder")
     return None
 
 
-def make(name: str, world: World) -> FileLock | None:
-    """Make and lock the folder of a new run on the main rank: out/NNN if it has no name."""
-    if not world.is_main:
-        return None
+def make(name: str) -> Path:
+    """Make the folder of a new run, which is out/NNN if it has no name."""
+    number = 0
     try:
         while not name:
-            free = next(n for n in count(1) if not Path(f"out/{n:03d}").exists())
-            with suppress(FileExistsError):  # another run has just taken it
-                Path(f"out/{free:03d}").mkdir(parents=True)
-                name = f"out/{free:03d}"
+            number += 1
+            with suppress(FileExistsError):  # another run may just have taken it
+                Path(f"out/{number:03d}").mkdir(parents=True)
+                name = f"out/{number:03d}"
         Path(name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out-dir {name} can't be made: {error}") from error
-    return lock(Path(name), world)
+    return Path(name)
 
 
 def lock(out_dir: Path, world: World) -> FileLock | None:
-    """Lock a run's folder on the main rank, until this process ends."""
+    """Lock a run's folder on the main rank, and remove what a run that died left there."""
     if not world.is_main:
         return None
     file_lock = FileLock(out_dir / ".lock")
@@ -66,7 +64,7 @@ def lock(out_dir: Path, world: World) -> FileLock | None:
         raise UserError(f"--out-dir {out_dir} belongs to a live run: name another") from None
     except (OSError, NotImplementedError) as error:  # Lustre and NFS may have no locks
         print(f"{out_dir} can't be locked ({error}): let no other run use it", file=sys.stderr)
-    for unfinished in out_dir.glob("step_*.tmp"):  # left by a process that died
+    for unfinished in out_dir.glob("step_*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
     return file_lock
 
@@ -75,14 +73,11 @@ def make_python_source(data_dir: Path):
     """If data_dir is that of Python's source, tokenize it, unless it is there."""
     if not data_dir.name.startswith("stdlib-") or (data_dir / MANIFEST).exists():
         return
-    data_dir.parent.mkdir(exist_ok=True)
-    with FileLock(data_dir.with_suffix(".lock")):  # another rank may be at it
-        if not (data_dir / MANIFEST).exists():
-            print(f"tokenizing Python's standard library into {data_dir}", flush=True)
-            program = Path(__file__).parent.with_name("prepare_data.py")
-            tokenizer = data_dir.name.removeprefix("stdlib-")
-            command = [program, "--tokenizer", tokenizer, "--data-dir", data_dir]
-            if subprocess.run(
-                [sys.executable, *map(str, command)]
-            ).returncode:  # it has printed why
-                raise UserError(f"{data_dir} could not be made: name other data with --data-dir")
+    with FileLock(data_dir.with_suffix(".lock")):  # makes data/; another rank may be at it
+        if (data_dir / MANIFEST).exists():
+            return
+        print(f"tokenizing Python's standard library into {data_dir}", flush=True)
+        program = Path(__file__).parent.with_name("prepare_data.py")
+        command = [sys.executable, str(program), "--data-dir", str(data_dir), "--tokenizer"]
+        if subprocess.call([*command, data_dir.name.removeprefix("stdlib-")]):  # it has printed why
+            raise UserError(f"{data_dir} could not be made: name other data with --data-dir")

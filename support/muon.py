@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,32 +14,21 @@ RMS = 0.2  # target size of an update, typical of AdamW (Liu et al.)
 MAX_ENTRIES = 1 << 25  # the most a rank orthogonalizes at a time, in 7 * 128 MiB of memory
 
 
-class Matrix(NamedTuple):
-    """A matrix with its gradient and state, all of which may be views of larger tensors."""
-
-    weight: Tensor  # (rows, columns)
-    grad: Tensor  # (rows, columns)
-    momentum: Tensor  # (rows, columns)
-    row_moment: Tensor  # (rows, 1): running mean of the squares of each row's updates
-
-
 class MuonAdamW(torch.optim.AdamW):
-    """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") replaces the momentum of a
-    matrix with the nearest orthogonal matrix. As in NorMuon (Li et al. 2025, arXiv 2510.05491), we
-    divide each neuron's row by the root mean square of its past updates. Finally, we scale the
-    update to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training"), so one
-    learning rate suits both: p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
+    """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers") uses the orthogonal matrix
+    nearest to the momentum. As in NorMuon (Li et al. 2025, arXiv 2510.05491), each row is divided
+    by the RMS of its past updates. The result is scaled to the size of AdamW's updates (Liu et al.
+    2025, "Muon is scalable for LLM training"), so that one learning rate suits both:
+    p -= lr * (weight_decay * p + 0.2 * update / RMS(update))."""
 
     def __init__(self, groups: list, matrices: list[tuple], bf16: bool, world: World, **options):
-        """Take AdamW's groups and options. `matrices` holds Muon's weights, each with the row
-        counts of the matrices in it. With bf16, orthogonalize these matrices in bfloat16."""
+        """Take AdamW's groups and options. `matrices` are Muon's weights with their row counts."""
         super().__init__(groups, **options)
         self.matrices = matrices
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.dtype = torch.bfloat16 if bf16 else torch.float32  # of orthogonalization
         self.world = world
 
-    def __setstate__(self, state: dict):
-        # load_state_dict calls this method. AdamW's would need a step count for every parameter.
+    def __setstate__(self, state: dict):  # AdamW's would need a step count for every parameter
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
@@ -50,13 +38,11 @@ class MuonAdamW(torch.optim.AdamW):
             state = self.state[p]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
-                state["row_moment"] = p.new_zeros(len(p), 1)
-            weights = p.split(rows)  # views, as are the next three
-            grads = p.grad.split(rows)
-            momenta = state["momentum_buffer"].split(rows)
-            row_moments = state["row_moment"].split(rows)
-            for views in zip(weights, grads, momenta, row_moments, strict=True):
-                by_shape[views[0].shape].append(Matrix(*views))
+                state["row_moment"] = p.new_zeros(len(p), 1)  # mean square of each row's updates
+            tensors = p, p.grad, state["momentum_buffer"], state["row_moment"]
+            views = [tensor.split(rows) for tensor in tensors]
+            for matrix in zip(*views, strict=True):
+                by_shape[matrix[0].shape].append(matrix)
             p.grad = None  # so that AdamW skips it
         super().step()
         for shape, matrices in by_shape.items():
@@ -64,10 +50,9 @@ class MuonAdamW(torch.optim.AdamW):
             for start in range(0, len(matrices), batch_size):
                 self.update(matrices[start : start + batch_size])
 
-    def update(self, matrices: list[Matrix]):
-        """Update matrices that have the same shape."""
-        lr = self.param_groups[0]["lr"]
-        weight_decay = self.param_groups[0]["weight_decay"]
+    def update(self, matrices: list[tuple[Tensor, ...]]):
+        """Update matrices (weight, gradient, momentum, row moment) that have the same shape."""
+        group = self.param_groups[0]
         weights, grads, momenta, row_moments = map(list, zip(*matrices, strict=True))
         # A _foreach_ function handles all matrices in a few GPU kernels instead of one for each.
         torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
@@ -79,13 +64,12 @@ class MuonAdamW(torch.optim.AdamW):
         # Scale the rows first, then each whole matrix to the target size, in one factor per row.
         scales = moments.sqrt().clamp(min=1e-10).reciprocal()  # (n, rows, 1)
         sizes = (norms * scales).norm(dim=1, keepdim=True).clamp(min=1e-10)  # (n, 1, 1)
-        scales *= lr * RMS * math.sqrt(updates[0].numel()) / sizes
-        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        scales *= group["lr"] * RMS * math.sqrt(updates[0].numel()) / sizes
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(weights, list(updates * scales))
 
     def orthogonal(self, tensors: list[Tensor]) -> Tensor:
-        """Orthogonalize tensors of the same shape: return (n, rows, columns). Each rank
-        computes a share of them, and the ranks exchange the results."""
+        """Orthogonalize tensors of one shape: return (n, rows, columns). Each rank does a part."""
         rank, size = self.world.rank, self.world.size
         if size == 1:
             return orthogonalize(torch.stack(tensors), self.dtype)
@@ -99,14 +83,13 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return roughly the nearest orthogonal matrices: (n, rows, columns) in dtype. This takes five
-    steps of a Newton-Schulz iteration with Jordan's coefficients. In float32, singular values above
-    1/500 of the matrix's norm end up between 0.68 and 1.21."""
+    """Return roughly the nearest orthogonal matrices, (n, rows, columns) in dtype. In float32,
+    singular values above 1/500 of the matrix's norm end up between 0.68 and 1.21."""
     is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.transpose(1, 2) if is_tall else matrices
+    x = matrices.mT if is_tall else matrices
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
-    for _ in range(5):
-        a = x @ x.transpose(1, 2)
+    for _ in range(5):  # Newton-Schulz steps with Jordan's coefficients
+        a = x @ x.mT
         b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, b, x, beta=3.4445)
-    return x.transpose(1, 2) if is_tall else x
+    return x.mT if is_tall else x

@@ -2,8 +2,7 @@
 
 Data folders and checkpoints hold vocab.json and merges.txt, so neither needs another place. A
 tokenizer's name is "bytes", "gpt2", or "bpe-" with the first digits of the SHA-256 of its
-vocabulary, merges and end token.
-"""
+vocabulary, merges and end token."""
 
 import hashlib
 import json
@@ -27,9 +26,8 @@ SHA256 = {  # as in tiktoken_ext/openai_public.py
 WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # vocab.json is text, so each byte is written as a printable character: the one with the same number
 # or, if it is not printable, one from 256 on (https://github.com/openai/gpt-2, src/encoder.py).
-UNPRINTABLE = [*range(33), *range(127, 161), 173]
 ALPHABET = [chr(byte) for byte in range(256)]  # the character of each byte
-for i, byte in enumerate(UNPRINTABLE):
+for i, byte in enumerate([*range(33), *range(127, 161), 173]):
     ALPHABET[byte] = chr(256 + i)
 BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
 NAMES = {  # of SHA-256
@@ -42,37 +40,31 @@ class Tokenizer:
     """A byte-level BPE, encoded by tiktoken. Without merges, each byte of UTF-8 is a token."""
 
     def __init__(self, vocab: dict[str, int], merges: list[str], end: str = END_OF_TEXT):
-        """Take the contents of vocab.json and merges.txt. Raise ValueError or KeyError if they
-        aren't a byte-level BPE."""
+        """Take what vocab.json and merges.txt hold. Raise an error if it is no byte-level BPE."""
         self.vocab = dict(sorted(vocab.items(), key=lambda item: item[1]))
         self.merges = merges
         self.end = end
         self.end_of_text = vocab[end]
-        self.size = max(vocab.values()) + 1  # ids are below it
-        if min(vocab.values()) < 0 or self.size > 1 << 16:
-            raise ValueError(f"has ids up to {self.size - 1}; shards hold 0 to {(1 << 16) - 1}")
-        if len({*vocab.values()}) < len(vocab):
-            raise ValueError("two tokens have the same id")
+        used = {*vocab.values()}
+        if len(used) < len(vocab) or not 0 <= min(used) <= max(used) < 1 << 16:
+            raise ValueError("the tokens must have different ids from 0 to 65535")
+        self.size = max(used) + 1  # ids are below it
         self.tokens = [b""] * self.size
+        for token, i in vocab.items():  # special ones may hold characters that stand for no byte
+            is_bytes = BYTES.keys() >= {*token}
+            self.tokens[i] = bytes(BYTES[char] for char in token) if is_bytes else token.encode()
         # tiktoken merges in the order of ranks and returns ranks. Other ids have another order.
         ranks: dict[bytes, int] = {}
         ids: list[int] = []
-        merged = [*ALPHABET, *(merge.replace(" ", "", 1) for merge in merges)]
-        for token in merged:
-            content = self.tokens[vocab[token]] = bytes(map(BYTES.__getitem__, token))
-            if ranks.setdefault(content, len(ranks)) == len(ids):
+        for token in [*ALPHABET, *(merge.replace(" ", "", 1) for merge in merges)]:
+            if ranks.setdefault(self.tokens[vocab[token]], len(ranks)) == len(ids):
                 ids.append(vocab[token])
         self.ids = np.array(ids, np.uint16)  # by rank
-        for token in vocab.keys() - {*merged}:  # special ones, which may hold other characters
-            is_bytes = BYTES.keys() >= {*token}
-            content = bytes(map(BYTES.__getitem__, token)) if is_bytes else token.encode()
-            self.tokens[vocab[token]] = content
         # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
         self.lengths = np.zeros(1 << 16, np.int64)
         self.lengths[: self.size] = [len(token) for token in self.tokens]
         self.lengths[self.end_of_text] = 0
-        identity = json.dumps([self.vocab, merges, end]).encode()
-        self.sha256 = hashlib.sha256(identity).hexdigest()
+        self.sha256 = hashlib.sha256(json.dumps([self.vocab, merges, end]).encode()).hexdigest()
         self.name = NAMES.get(self.sha256, f"bpe-{self.sha256[:12]}")
         if merges:
             import tiktoken  # not at the top, because it takes 0.1 s
@@ -83,9 +75,8 @@ class Tokenizer:
             )
 
     def encode_bytes(self, text: bytes) -> np.ndarray:
-        """Return the tokens of text, uint16. Bytes that are not UTF-8 become U+FFFD if there are
-        merges. An end of text inside a text is ordinary text."""
-        if not self.merges:
+        """Return the tokens of text, uint16. An end of text inside it is ordinary text."""
+        if not self.merges:  # with merges, bytes that are not UTF-8 become U+FFFD
             return self.ids[np.frombuffer(text, np.uint8)]
         ranks = self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
         return self.ids[ranks]
@@ -98,7 +89,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token. Padding ids beyond the last token have no bytes."""
+        """Return the bytes of one token; none for padding ids, which are beyond the last."""
         return self.tokens[token] if token < len(self.tokens) else b""
 
     def files(self, seq_len: int | None = None) -> dict[str, bytes]:
@@ -133,14 +124,15 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
         settings = read_json(folder / "tokenizer_config.json")
         if settings.get("add_prefix_space"):
             raise ValueError("add_prefix_space")
-        special = read_json(folder / "special_tokens_map.json")
-        ends = [found.get("eos_token") for found in (settings, special)]
-        ends = [end["content"] if isinstance(end, dict) else end for end in ends]
-        end = next((end for end in ends if end in vocab), END_OF_TEXT)
+        end = END_OF_TEXT
+        for content in (read_json(folder / "special_tokens_map.json"), settings):
+            found = content.get("eos_token")
+            found = found["content"] if isinstance(found, dict) else found
+            end = found if found in vocab else end
         return Tokenizer(vocab, [merge for merge in merges if merge], end)
     except Exception as error:  # the files may hold anything
-        reason = f"{type(error).__name__}: {error!s:.200}"
-        raise UserError(f"the tokenizer in {folder} is not a byte-level BPE ({reason})") from error
+        text = f"the tokenizer in {folder} is not a byte-level BPE"
+        raise UserError(f"{text}: {error!r:.200}") from error
 
 
 def from_tokenizer_json(content: dict) -> tuple[dict[str, int], list[str]]:
@@ -168,20 +160,18 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def gpt2_tokenizer(may_download: bool = False) -> Tokenizer | None:
-    """Return OpenAI's tokenizer from tiktoken's cache, or None if it is not there. If it may be
-    downloaded, download it instead, or raise UserError."""
-    folder = os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR", folder)
-    paths = [Path(folder, hashlib.sha1(url.encode()).hexdigest()) for url in URLS.values()]
+    """Return OpenAI's tokenizer from tiktoken's cache, or None if it is neither there nor may be
+    downloaded. Raise UserError if the download fails."""
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
+    paths = [Path(cache, hashlib.sha1(url.encode()).hexdigest()) for url in URLS.values()]
     if not may_download and not all(path.exists() for path in paths):
         return None
-    from tiktoken.load import read_file_cached
-
     try:
+        from tiktoken.load import read_file_cached
+
         files = {name: read_file_cached(url, SHA256[name]) for name, url in URLS.items()}
     except (OSError, ValueError) as error:  # no network, or a proxy's page instead
-        where = " and ".join(f"{url} as {name}" for name, url in URLS.items())
-        text = f"GPT-2's vocabulary can't be downloaded ({error!s:.200}): save {where}"
+        text = f"GPT-2's vocabulary can't be downloaded ({error!s:.200}): save {URLS}"
         raise UserError(f"{text} in a folder, and name it with --tokenizer") from error
     merges = files["merges.txt"].decode().splitlines()[1:]
     return Tokenizer(json.loads(files["vocab.json"]), merges)

@@ -3,20 +3,17 @@
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-# DDP imports this module, whose functions have the group of all ranks as a default argument. If it
-# were imported after the ranks connect, it would keep their group, and the threads of gloo, until
-# Python ends; a thread that frees a tensor at that moment aborts the process.
+# DDP imports this module. After the ranks connect, its default arguments would keep their group and
+# gloo's threads until Python ends, and a thread that frees a tensor then aborts the process.
 import torch.distributed.nn.functional
 from torch import Tensor
 
@@ -24,19 +21,14 @@ from dataloader import ShardError
 from support.cli import RunError, UserError
 
 Result = TypeVar("Result")
-
 DONE, STOPPED, INTERRUPTED = 0, 3, 130  # exit codes, besides those of RunError and UserError
-TIMEOUT = timedelta(minutes=30)  # a collective that takes longer fails, and ends its rank
-STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Windows
-SAME_SIGNAL_S = 2
-# How many processes srun, Open MPI, and MPICH or Intel MPI have started.
-LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # numbers of processes
+STOP_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Windows
+STOP_SIGNALS = [number for number in signal.Signals if number.name in STOP_NAMES]
 
 
-@dataclass(frozen=True)
-class World:
-    """This process's place among torchrun's ranks. Without torchrun, it is the only rank. All
-    methods are collective: all ranks must call the same ones in the same order."""
+class World(NamedTuple):
+    """A process's place among torchrun's ranks, which must all call the same methods in order."""
 
     rank: int
     size: int
@@ -54,8 +46,7 @@ class World:
 
     def gather_rows(self, rows: Tensor):
         """Fill rows, (ranks, ...), in place. Rank i contributes row i."""
-        # Use bytes, as some versions of gloo can't gather bfloat16.
-        parts = list(rows.view(torch.uint8))
+        parts = list(rows.view(torch.uint8))  # as some versions of gloo can't gather bfloat16
         dist.all_gather(parts, parts[self.rank].clone())
 
     def gather(self, value: Result) -> list[Result]:
@@ -68,51 +59,45 @@ class World:
     def together(self, function: Callable[..., Result], *args) -> Result:
         """Call function(*args), which must not be collective, on every rank, and return this
         rank's result. If it raises a RunError on some ranks, raise the lowest one's on all."""
-        result = failure = None
+        failure = None
         try:
             result = function(*args)
         except (RunError, ShardError) as error:
-            failure = str(error), getattr(error, "exit_code", UserError.exit_code)
-        failures = self.gather(failure)
-        for rank, failed in enumerate(failures):
+            kind = RunError if type(error) is RunError else UserError
+            failure = kind(f"on rank {self.rank}: {error}" if self.rank else str(error))
+        for failed in self.gather(failure):
             if failed:
-                text = failed[0] if rank == 0 else f"on rank {rank}: {failed[0]}"
-                raise (UserError if failed[1] == UserError.exit_code else RunError)(text)
+                raise failed
         return result  # type: ignore[return-value]  # nothing failed
+
+    def on_main(self, function: Callable, *args) -> Any:
+        """Call function(*args) on the main rank alone, and return its result on every rank."""
+        return self.gather(self.together(lambda: function(*args) if self.is_main else None))[0]
 
     def check_same(self, what: str, value: Any):
         """Raise RunError if this value differs among the ranks."""
-        values = self.gather(value)
-        others = [str(rank) for rank, other in enumerate(values) if other != values[0]]
-        if others:
-            text = f"{what} of rank {', '.join(others)} differ from those of rank 0"
-            raise RunError(f"{text}: nothing was saved")
+        first, *others = self.gather(value)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise RunError(f"{what} of rank {rank} differ from rank 0's: nothing was saved")
 
 
 def find_world(kind: str) -> World:
-    """Return this process's place among the ranks, with a device of this kind ("": the best).
-    Raise UserError if torchrun's variables are incomplete, or if there is no such device."""
-    env = {name: value for name, value in os.environ.items() if value}
+    """Return this process's World, on a device of this kind ("": the best). Or raise UserError."""
     for name in ("WORLD_SIZE", *LAUNCHERS):
-        if "RANK" not in env and env.get(name, "1") != "1":
-            text = f"{name} is {env[name]}, but RANK is not set: start the ranks with torchrun"
-            raise UserError(f"{text} (docs/reference.md has a script for SLURM)")
-    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-    local_rank = int(env.get("LOCAL_RANK", 0))
-    if not kind:
-        kind = "mps" if torch.backends.mps.is_available() and size == 1 else "cpu"
-        kind = "cuda" if torch.cuda.is_available() else kind
+        count = os.getenv(name, "1")
+        if count != "1" and "RANK" not in os.environ:
+            raise UserError(f"{name} is {count} without RANK: use torchrun (docs/reference.md)")
+    rank, size = int(os.getenv("RANK", 0)), int(os.getenv("WORLD_SIZE", 1))
+    has_mps = torch.backends.mps.is_available() and size == 1
+    kind = kind or ("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
     if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            text = f"there is no GPU {local_rank}: PyTorch sees {torch.cuda.device_count()}"
-            raise UserError(f"{text}; run python -m torch.utils.collect_env")
-        kind = f"cuda:{local_rank}"
+        kind = f"cuda:{os.getenv('LOCAL_RANK', 0)}"
     try:
         device = torch.device(kind)
         torch.zeros(1, device=device).item()
     except Exception as error:  # torch has many ways to say so
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"PyTorch can't use --device {kind}: {reason}") from error
+        raise UserError(f"PyTorch can't use --device {kind}: {error!s:.200}") from error
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return World(rank, size, device)
@@ -120,16 +105,17 @@ def find_world(kind: str) -> World:
 
 def connect(world: World):
     """Connect the ranks. Raise UserError if they can't find each other."""
-    if sys.platform == "win32":
-        os.environ.setdefault("USE_LIBUV", "0")  # its torch comes without libuv
+    os.environ.setdefault("USE_LIBUV", "0" if os.name == "nt" else "1")  # Windows's torch lacks it
     try:
         # After a restart, torchrun's store still has the old ranks' addresses, so use a new prefix.
         store, rank, size = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = dist.PrefixStore(os.getenv("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
+        # A collective that takes longer fails, and ends its rank. nccl's own limit is 10 minutes.
+        limit = timedelta(minutes=30)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, ValueError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        address = f"{os.getenv('MASTER_ADDR')}:{os.getenv('MASTER_PORT')}"
         raise UserError(f"the ranks can't connect at {address}: {error!s:.200}") from error
 
 
@@ -152,32 +138,28 @@ def connected(kind: str) -> Iterator[World]:
 
 
 def ignore_signals():
-    for name in STOP_SIGNALS:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Stop:
-    """Is true after a signal to stop, or when --max-hours are over. The first signal lets the step
-    finish; a later one ends the program at once. What comes within two seconds of the first is
-    the same signal, since terminals, SLURM and systemd signal torchrun and every rank, and torchrun
-    then signals the ranks again. A signal that was ignored at the start, as by nohup, stays so."""
+    """Is true after a signal to stop, or when --max-hours are over. A later signal ends the program
+    at once. Within two seconds it is the same one: terminals, SLURM and systemd signal torchrun and
+    every rank, and torchrun signals the ranks again. What nohup ignores stays ignored."""
 
     def __init__(self, end_at: float):
         self.end_at = end_at  # time.monotonic()
         self.signalled_at: float | None = None
-        for name in STOP_SIGNALS:
-            number = getattr(signal, name, None)
-            if number and signal.getsignal(number) is not signal.SIG_IGN:
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle)
 
     def handle(self, *_):
-        now = time.monotonic()
         if self.signalled_at is None:
-            self.signalled_at = now
+            self.signalled_at = time.monotonic()
             with suppress(OSError):  # os.write, as the signal may have interrupted a print
                 os.write(2, b"\nfinishing and saving this step; a second signal ends at once\n")
-        elif now - self.signalled_at > SAME_SIGNAL_S:
+        elif time.monotonic() - self.signalled_at > 2:
             os._exit(INTERRUPTED)
 
     def __bool__(self) -> bool:

@@ -33,7 +33,6 @@ import torch._dynamo  # else the first optimizer does, and keeps its callers' fr
 from filelock import FileLock
 from safetensors.torch import load_file
 
-import dataloader
 import prepare_data
 import train_gpt2
 from support import checkpoint
@@ -158,7 +157,11 @@ def questions(folder: Path, count: int = 20) -> Path:
 
 
 def write_shard(path: Path, tokens: np.ndarray):
-    path.write_bytes(dataloader.shard_header(len(tokens)) + tokens.astype("<u2").tobytes())
+    path.write_bytes(shard_header(len(tokens)) + tokens.astype("<u2").tobytes())
+
+
+def shard_header(num_tokens: int) -> bytes:
+    return np.array([20240520, 1, num_tokens] + [0] * 253, "<i4").tobytes()
 
 
 def jsonl(path: Path, *records) -> Path:

@@ -123,6 +123,8 @@ class SoakedRun:
         if not kind:
             paths = checkpoints(self.out_dir)[:-1][:1]
             files = sorted(file for path in paths for file in path.iterdir())
+        if name == "log-deleted" and not checkpoints(self.out_dir):
+            return  # a config.json without a log is taken for another program's
         path = rng.choice(files or [self.folder])
         size = path.stat().st_size if path.is_file() else 0
         if how == "deleted" and size:

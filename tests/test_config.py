@@ -116,8 +116,7 @@ def test_help_shows_each_flag_and_the_recipes(capsys):
             assert "gpt2-medium 24; gpt2-large 36; gpt2-xl 48; nano 4" in text
 
 
-def test_there_are_few_flags_and_each_has_a_text():
-    assert len(DEFAULTS) <= 50
+def test_each_flag_has_a_text():
     assert all(f.metadata["text"] for f in fields(TrainConfig))
     for recipe in (*RECIPES.values(), flags.FIRST_RUN, flags.FINETUNE):
         assert recipe.keys() <= DEFAULTS.keys()

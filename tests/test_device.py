@@ -21,11 +21,10 @@ from config import RECIPES, TrainConfig
 from model import GPT, ComputeConfig, GPTConfig
 from support import device
 from support.cli import UserError
-from support.device import CompileError, check_causality, choose, fit, race
+from support.device import check_causality, choose, fit, race
 from support.world import World
 
 CPU = torch.device("cpu")
-SLOW = pytest.mark.slow
 ALONE = World(0, 1, CPU)
 CONFIG = TrainConfig(
     model="nano", bf16=False, warmup_steps=0, compile=False, n_layer=1, n_head=2, n_embd=8,
@@ -88,14 +87,13 @@ def test_a_commit_is_that_of_the_program_wherever_it_lies(tmp_path, monkeypatch,
 
 
 @NEEDS_POSIX
-@pytest.mark.parametrize("script", ["", "exit 1", pytest.param("/bin/sleep 60", marks=SLOW)])
-def test_a_git_that_does_not_answer_costs_nothing(tmp_path, script, monkeypatch):
+@pytest.mark.parametrize("script", ["", "exit 1"])
+def test_without_a_working_git_there_is_no_commit(tmp_path, script, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     if script:
         (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "git").chmod(0o755)
-    start = time.monotonic()
-    assert device.commit() == "" and time.monotonic() - start < 30
+    assert device.commit() == ""
 
 
 def test_compiled_code_of_another_precision_or_other_kernels_has_another_tag(monkeypatch):
@@ -134,27 +132,20 @@ def test_a_large_freed_tensor_stays(tmp_path):
 # ---- What is fastest -----------------------------------------------------------------------------
 
 
-def test_the_race_is_between_what_is_not_given():
-    for fixed, count in (({}, 4), ({"bf16": False}, 2), ({"flash": True}, 2)):
-        started = time.perf_counter()
-        times = race(CONFIG, fixed)
-        assert len(times) == count and all(0 < ms < 1e4 for ms in times.values())
-        for name, value in fixed.items():
-            assert {each[("bf16", "flash").index(name)] for each in times} == {value}
-        assert time.perf_counter() - started < 20
+BOTH = False, True
 
 
-def test_the_fastest_is_chosen_and_its_figures_are_told(monkeypatch):
+def test_the_race_has_a_time_for_each_config():
+    configs = [replace(CONFIG, bf16=bf16, flash=flash) for bf16 in BOTH for flash in BOTH]
+    started = time.perf_counter()
+    times = race(configs)
+    assert len(times) == 4 and all(0 < ms < 1e4 for ms in times)
+    assert time.perf_counter() - started < 20
+
+
+def test_the_fastest_is_chosen_of_what_is_not_given_and_its_figure_is_told(monkeypatch):
     times = {(False, True): 3.25, (True, True): 9.5, (False, False): 2.75, (True, False): 1.5}
-
-    def raced(config, fixed):
-        wanted = fixed.get("bf16"), fixed.get("flash")
-        return {key: ms for key, ms in times.items() if all(map(agrees, wanted, key))}
-
-    def agrees(wanted, value) -> bool:
-        return wanted in (None, value)
-
-    monkeypatch.setattr(device, "race", raced)
+    monkeypatch.setattr(device, "race", lambda each: [times[c.bf16, c.flash] for c in each])
     cases = ({}, True, False), ({"bf16": False}, False, False), ({"flash": True}, False, True)
     for given, bf16, flash in cases:
         config, text = choose(replace(CONFIG, **given), given, ALONE)
@@ -205,8 +196,6 @@ def fit_on_two(world: World):
         net = nn.parallel.DistributedDataParallel(Limited(most[world.rank]))
         assert world.gather(fit(net, CONFIG, world).micro_batch_size) == [6, 6]
         assert net.module.tried == [24, 12, 6]
-    with pytest.raises(CompileError, match="no compiler"):  # of one rank, on both
-        fit(Failing() if world.rank else Limited(24), CONFIG, world)
 
 
 def test_ranks_agree_on_what_fits_and_none_waits_for_one_without_memory(tmp_path):
@@ -216,24 +205,13 @@ def test_ranks_agree_on_what_fits_and_none_waits_for_one_without_memory(tmp_path
 
 
 class Failing(nn.Module):
-    """As torch.compile makes it, of a network that it can't compile."""
-
-    def __init__(self):
-        super().__init__()
-        self._orig_mod = nn.Linear(1, 1)
-
     def forward(self, *_):
-        raise RuntimeError("no compiler\nmore lines")
+        raise RuntimeError("no compiler")
 
 
-def test_a_compiler_that_fails_is_known_from_a_bug_of_the_network():
-    with pytest.raises(CompileError) as error:
+def test_any_other_failure_is_not_taken_for_a_lack_of_memory():
+    with pytest.raises(RuntimeError, match="no compiler"):
         fit(Failing(), CONFIG, ALONE)
-    assert "RuntimeError: no compiler" in str(error.value)
-    net = Limited(99)
-    net.unused = nn.Parameter(torch.ones(1))
-    with pytest.raises(RuntimeError, match="unused gets no gradient"):
-        fit(net, CONFIG, ALONE)
 
 
 # ---- No token is seen before its time ------------------------------------------------------------

@@ -175,14 +175,6 @@ def test_a_sample_ends_with_the_document_and_a_whole_character():
     assert text.startswith("one") and {*text[3:]} == {"\ufffd"}
 
 
-def test_a_sample_that_fails_ends_no_run():
-    model = speaking()
-    config = replace(CONFIG, prompt="one")
-    with torch.no_grad():
-        model.transformer.ln_f.bias.fill_(math.inf)
-    assert "overflow" in evaluate.samples(model, BYTES, config, StopAfter(99))
-
-
 # ---- Questions -----------------------------------------------------------------------------------
 
 ENDINGS = ["uses wrap.", "rips tiles off\u2026", "<|endoftext|>", " starts"]
@@ -213,8 +205,7 @@ def test_questions_become_tokens_of_context_and_choices_with_a_space(name, tmp_p
 
 BAD = [RECORD | {"label": ""}, RECORD | {"label": 4}, RECORD | {"label": "-1"},
        RECORD | {"label": [1]}, {"ctx": "a", "endings": ENDINGS}, RECORD | {"ctx": None},
-       RECORD | {"endings": [*ENDINGS[:3], ""]}, RECORD | {"ctx": ""}, RECORD | {"endings": 7},
-       RECORD | {"endings": ["one"]}, "text", [RECORD], 7]  # fmt: skip
+       RECORD | {"endings": 7}, RECORD | {"endings": ["one"]}, "text", [RECORD], 7]  # fmt: skip
 
 
 def test_what_is_no_question_is_refused_with_its_line(tmp_path):

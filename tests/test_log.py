@@ -11,9 +11,8 @@ import pytest
 from conftest import NEEDS_POSIX, ended, flags, losses, redirect, server, train
 
 from config import DEFAULTS, OF_COMMAND, TrainConfig
-from support import log as log_module
 from support.cli import UserError
-from support.log import LOG, Log, draw, last_record, read_log, show, start_tracker
+from support.log import LOG, Log, draw, find_tracker, read_log, show
 
 CONFIG = TrainConfig(warmup_steps=0, steps=3)
 
@@ -29,7 +28,7 @@ def test_the_first_record_is_what_the_run_is_and_the_last_how_it_ended(whole):
         }
         assert records[0]["flags"] == json.loads((whole[ranks] / "config.json").read_text())
         assert records[0]["process"] > 0 and records[0]["resumed"] == 0
-        assert last_record(whole[ranks]) == records[-1] and records[-1]["done"] == 12
+        assert records[-1]["done"] == 12
         assert all("time" in record for record in records)
         steps = [record for record in records if "loss" in record]
         assert [record["step"] for record in steps] == list(range(1, 13))
@@ -39,7 +38,7 @@ def test_the_first_record_is_what_the_run_is_and_the_last_how_it_ended(whole):
 
 
 def test_a_line_that_a_kill_has_cut_costs_that_line_alone(tmp_path):
-    assert read_log(tmp_path) == [] and last_record(tmp_path) == {}
+    assert read_log(tmp_path) == []
     torn = b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo'
     for end in (b"", b"\xff\x00", b"\n", b"\0" * 4096):
         (tmp_path / LOG).write_bytes(torn + end)
@@ -49,7 +48,7 @@ def test_a_line_that_a_kill_has_cut_costs_that_line_alone(tmp_path):
         log.file.close()
         records = read_log(tmp_path)
         assert [record.get("loss") for record in records] == [2.5, 2.25, None]
-        assert last_record(tmp_path)["done"] == 2
+        assert read_log(tmp_path)[-1]["done"] == 2
 
 
 def test_only_the_main_rank_writes(tmp_path, capsys):
@@ -119,7 +118,7 @@ def test_a_picture_of_any_log_is_drawn(tmp_path, monkeypatch):
         assert {path.name for path in tmp_path.iterdir()} == {LOG, "loss.png"}
         (tmp_path / "loss.png").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(log_module, "find_spec", lambda name: None)
+        patch.setattr("importlib.util.find_spec", lambda name: None)
         draw(tmp_path, "without matplotlib")
     (tmp_path / LOG).write_text(step(1, saved=1) + validated)  # as before the first step
     draw(tmp_path, "without losses")
@@ -135,7 +134,7 @@ def test_a_tracker_gets_the_figures_of_each_step(library, tmp_path, monkeypatch)
     run = SimpleNamespace(log=lambda figures, step: logged.append((step, figures)))
     module = SimpleNamespace(init=lambda **options: started.append(options) or run)
     monkeypatch.setitem(sys.modules, library, module)
-    monkeypatch.setattr(log_module, "find_spec", lambda name: name == library)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == library)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     config = replace(CONFIG, wandb=True)
     log = Log(tmp_path, config, 0, is_main=True)
@@ -147,7 +146,7 @@ def test_a_tracker_gets_the_figures_of_each_step(library, tmp_path, monkeypatch)
     assert started == [{"project": "mine", "name": tmp_path.name, "config": asdict(config)}]
 
 
-def test_a_tracker_that_is_not_installed_is_a_mistake(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_module, "find_spec", lambda name: None)
+def test_a_tracker_that_is_not_installed_is_a_mistake(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="--wandb .*pip install wandb"):
-        start_tracker(tmp_path, CONFIG)
+        find_tracker()

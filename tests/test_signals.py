@@ -32,7 +32,7 @@ from conftest import (
 )
 
 import train_gpt2
-from support.log import last_record
+from support.log import read_log
 
 slow = pytest.mark.slow
 INTERRUPTED = 130
@@ -47,7 +47,7 @@ def assert_stopped(trial: Trial, step: int | None = None):
     """It has saved its last step, and its log says so."""
     last = max(losses(trial.out_dir), default=0) if step is None else step
     assert trial.saved()[0] == max(losses(trial.out_dir), default=0) == last
-    assert last_record(trial.out_dir)["stopped"] == last
+    assert read_log(trial.out_dir)[-1]["stopped"] == last
 
 
 # ---- One signal, and a second one ----------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_a_signal_in_any_phase_stops_saved_and_what_was_cut_short_is_repeated(tr
     code, _, err = trial.train(ranks, at(name, int(nth), send, signal.SIGTERM), **changes)
     step = PHASES[phase]
     if phase == "draw 5":  # all is done and saved
-        assert code == 0 and "done" in last_record(trial.out_dir)
+        assert code == 0 and "done" in read_log(trial.out_dir)[-1]
     elif step is None:
         assert code == INTERRUPTED and trial.saved() == []
     else:

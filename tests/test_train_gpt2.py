@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,18 +22,19 @@ from conftest import (
     flip,
     large_scale,
     losses,
+    moments,
     questions,
     records,
     refused,
     run,
     saved_state,
+    shard_header,
     start_ranks,
     train,
     weights,
 )
 from safetensors.torch import save_file
 
-import dataloader
 import model as network
 import train_gpt2
 from config import SCHEDULES, TrainConfig
@@ -177,29 +177,6 @@ def two_threads(rank: int):
     torch.set_num_threads(2)
 
 
-def fail_to_compile(rank: int):
-    """Injection: --compile is chosen, and no backend works on the last rank."""
-
-    def broken(*_):
-        raise RuntimeError
-
-    resolve = train_gpt2.flags.resolve
-    train_gpt2.flags.resolve = lambda *args: replace(resolve(*args), compile=True)
-    is_last = rank == int(os.environ.get("WORLD_SIZE", 1)) - 1
-    torch.compile = partial(torch.compile, backend=broken if is_last else "eager")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_network_that_does_not_compile_is_trained_without(whole, data_dir, tmp_path, ranks):
-    line = flags(data_dir=data_dir, out_dir="run")
-    code, out, err = train(line, tmp_path, ranks, inject=fail_to_compile)
-    assert code == 0 and "compile" in out, err
-    equal(tmp_path / "run", whole[ranks])
-    line[line.index("run")] = "typed"
-    code, _, err = train([*line, "--compile"], tmp_path, ranks, inject=fail_to_compile)
-    assert code == 2 and err.count("--no-compile") == 1 and not (tmp_path / "typed").exists(), err
-
-
 @slow
 def test_compile_asks_and_samples_without_compiling_again(data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run", compile=True, dropout=0.1)
@@ -223,15 +200,6 @@ def count_graphs(rank: int):
         Path("graphs").write_text(json.dumps(counts))
 
     train_gpt2.log_step = log_and_count
-
-
-@slow
-def test_compile_without_a_compiler_is_refused(data_dir, tmp_path):
-    env = os.environ | {"PATH": "/nowhere", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, train_gpt2.__file__, *flags(data_dir=data_dir, compile=True)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and not (tmp_path / "out").exists(), done.stderr
-    assert "--no-compile" in done.stderr and "Traceback" not in done.stderr
 
 
 # ---- The run -------------------------------------------------------------------------------------
@@ -289,8 +257,8 @@ def test_a_loss_that_is_not_finite_enters_no_weight(data_dir, tmp_path):
     assert (tmp_path / "rank1.err").read_text() == ""
     assert saved_state(tmp_path / "run")["step"] == last
     assert all(t.isfinite().all() for t in weights(tmp_path / "run").values())
-    for name, value in saved_state(tmp_path / "run")["optimizer"].items():
-        assert all(torch.as_tensor(t).isfinite().all() for t in value.values()), name
+    for name, moment in moments(tmp_path / "run").items():
+        assert moment.isfinite().all(), name
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=slow)])
@@ -389,7 +357,7 @@ def wrong_things(once, data_dir) -> Path:
         for size in (100, 257, 50257):
             shape = GPTConfig(size, seq_len=16, n_layer=2, n_head=2, n_embd=32)
             hugging_face_folder(GPT(shape), folder / f"weights{size}")
-        header = dataloader.shard_header(500)
+        header = shard_header(500)
         shards = {"llama": np.array([20240801, 7, 9] + [0] * 253, "<i4").tobytes(), "none": header}
         shards["beyond"] = header + np.full(500, 60_000, "<u2").tobytes()
         for name, content in shards.items():
@@ -423,7 +391,7 @@ MISTAKES = {  # words in the line
     "--hellaswag questions.jsonl": "line 1",
     "--init-from nobody/none": "nobody/none",
     "--init-from weights.pt": "weights.pt",
-    "--init-from flipped/step_000003": "flipped/step_000003",
+    "--init-from flipped": "flipped",
     f"{WEIGHTS} weights50257": "gpt2",
     f"{WEIGHTS} weights257 --n-head 4": "--n-head 4",
     f"{WEIGHTS} weights257 --n-layer 3": "weights257",
@@ -445,7 +413,7 @@ MISTAKES = {  # words in the line
     "--n-head 3": "--n-head 3",
     "--bf16 --fp16": "--fp16",
     "--bf16-residual": "--bf16",
-    "--device cuda": "GPU",
+    "--device cuda": "--device cuda",
     "--device nothing": "--device nothing",
     "--schedule linear": "linear",
     "--stesp 3": "--stesp",
@@ -459,7 +427,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
 ):
     monkeypatch.chdir(wrong_things)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    is_damaged = "--out-dir flipped" in line  # whose name comes in a line before
+    is_damaged = "flipped" in line  # whose name comes in a line before
     command = [*flags(data_dir=data_dir, out_dir="new"), *line.split()]
     try:
         err = refused(command, capfd, code=1 if "flipped" in line else 2, lines=1 + is_damaged)
@@ -495,20 +463,5 @@ def see_all(rank: int):
 def test_a_network_that_sees_later_tokens_is_refused(data_dir, tmp_path):
     line = flags(data_dir=data_dir, out_dir="run")
     code, _, err = train(line, tmp_path, inject=see_all)
-    assert code == 2 and "position 0" in err, err
+    assert code == 2 and "position 0 sees token 7" in err, err
     assert len(err.splitlines()) == 1 and not (tmp_path / "run").exists()
-
-
-def little_room(free: int, rank: int):
-    usage = shutil.disk_usage
-    shutil.disk_usage = lambda path: usage(path)._replace(free=free)
-
-
-def test_a_disk_without_room_for_checkpoints_is_said_at_once(data_dir, tmp_path):
-    line = flags(data_dir=data_dir, out_dir="run")
-    code, _, err = train(line, tmp_path, inject=partial(little_room, 10_000))
-    assert code == 1 and "--out-dir run" in err and len(err.splitlines()) == 1, err
-    assert train([*line, "--auto-resume"], tmp_path, kill_after=11)[0] == -signal.SIGKILL
-    # Of --keep 2, the best and one more two are there, and two to come.
-    room = partial(little_room, 2 * 12 * 36_300)
-    assert train([*line, "--auto-resume"], tmp_path, inject=room)[0] == 0

@@ -48,7 +48,7 @@ def test_a_rank_is_what_torchrun_says(env):
     assert find_world("") == World(0, 2, CPU)
 
 
-@pytest.mark.parametrize("variables", [ONE, dict.fromkeys(ONE, ""), {"PMI_SIZE": "1"},
+@pytest.mark.parametrize("variables", [ONE, {"PMI_SIZE": "1"},
                                        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}])  # fmt: skip
 def test_one_process_is_alone_whatever_its_launcher_sets(variables, env):
     env(variables)
@@ -63,10 +63,9 @@ def test_ranks_that_torchrun_did_not_start_are_refused(name, env):
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cuda:7", "mps", "nothing", "meta", "xpu"])
-def test_a_device_that_is_not_there_is_one_line(kind, env):
-    with pytest.raises(UserError, match="cuda|GPU" if "cuda" in kind else kind) as error:
+def test_a_device_that_is_not_there_is_named(kind, env):
+    with pytest.raises(UserError, match=kind):
         find_world(kind)
-    assert "\n" not in str(error.value)
 
 
 # ---- How they agree ------------------------------------------------------------------------------
@@ -125,7 +124,8 @@ def test_two_ranks_end_alike_and_the_main_one_says_why(act, code, words, tmp_pat
 
 
 def instead_of_a_run(act, rank: int):
-    train_gpt2.start = lambda typed, saved, world: act(world)
+    train_gpt2.Run = lambda typed, saved, world: act(world)
+    train_gpt2.train = lambda run: DONE
 
 
 NOTE_THREADS = """
