@@ -19,7 +19,6 @@ import numpy as np
 MAGIC, VERSION = 20240520, 1
 TOKEN = np.dtype("<u2")
 MANIFEST = "manifest.json"  # prepare_data.py's record of the shards in the same folder
-UNFINISHED = "manifest.unfinished.json"  # its name until all shards are there
 GPT2_TOKENS = 50257  # the last one is <|endoftext|>
 
 
@@ -99,7 +98,7 @@ def open_folder(folder: Path) -> TokenFolder:
         raise ShardError(
             f"{name} is nanoGPT's by character: prepare its text with --tokenizer bytes"
         )
-    if (folder / UNFINISHED).exists():
+    if folder.suffix == ".tmp":
         raise ShardError(f"{name} is unfinished: repeat the prepare_data.py command that began it")
     try:
         data = open_prepared(folder) if (folder / MANIFEST).exists() else open_others(folder)
@@ -125,7 +124,7 @@ def open_prepared(folder: Path) -> TokenFolder:
                 raise ShardError(f"{shard.path} is not the shard that {MANIFEST} describes")
             shards.append(replace(shard, max_id=int(entry["largest_id"])))
             digest.update(f"{split} {entry['sha256']} ".encode())
-    name, size = manifest["tokenizer"]["name"], manifest["tokenizer"]["vocab_size"]
+    name, size = str(manifest["tokenizer"]["name"]), int(manifest["tokenizer"]["vocab_size"])
     return TokenFolder(folder, splits["train"], splits["val"], name, size, digest.hexdigest()[:16])
 
 

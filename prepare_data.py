@@ -3,464 +3,403 @@ python prepare_data.py                                           # Python's stan
 python prepare_data.py --input book.txt --data-dir data/book
 python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer bytes
 
-Any text will do: .txt, .md, source code or whole folders. In .jsonl, .json, .csv, .tsv, .parquet
-and .arrow files, each record is a document, and --text-field names the field that holds its text.
-What is skipped or assumed is said at the end. To continue a preparation that was killed, or to
-check the shards of a complete one, repeat the command.
+Any text will do: .txt, .md, source code or whole folders. In .jsonl, .json, .csv, .tsv and .parquet
+files, each record is a document, and --text-field names the field that holds its text. What is
+skipped or assumed is said at the end. The folder appears when it is complete; what was stopped
+begins anew.
 """
 
-# `uv run prepare_data.py` reads this and needs nothing else installed.
-# /// script
-# requires-python = ">=3.11"
-# dependencies = [
-#     "numpy==2.4.6", "tiktoken==0.14.0", "tqdm==4.70.1",
-#     "tokenizers==0.23.3", "filelock",
-# ]
-# ///
-
-import sys
-
-from prepare import ending
-
-if __name__ == "__main__":
-    ending.program = "prepare_data.py"
-    sys.excepthook = ending.explain_import_error
-
+import codecs
 import hashlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
+import sys
+import sysconfig
 import threading
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, count
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
-from filelock import Timeout
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from prepare.cli import PathName, PathNames, command, flag, parse, quoted, spell
-from prepare.cores import num_cores
-from prepare.ending import DiskError, RunError, UserError, print_error
-from prepare.files import LOCK, FolderLock, rename, sync, whole_file
-from prepare.inputs import PIECE, Account, Reader, files_in, pieces, standard_library
-from prepare.log import is_terminal, show
-from prepare.run_folder import checkpoints
-from prepare.shards import (
-    MANIFEST,
-    TOKEN,
-    UNFINISHED,
-    VOCAB_SIZES,
-    ShardError,
-    open_shard,
-    read_manifest,
-    shard_header,
+from dataloader import MAGIC, MANIFEST, TOKEN, VERSION
+from support.cli import RunError, UserError, flag, make_parser, parse, report
+from support.readers import Reader, find_files
+from support.tokenizer import (
+    Tokenizer,
+    bytes_tokenizer,
+    gpt2_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
 )
-from prepare.tokenizer import FILES, TOKENIZERS, read_tokenizer, require_tokenizer, train_tokenizer
 
-SYNONYMS = {"--out": "--data-dir", "--val-tokens": "--val-fraction"}
-SYNONYMS |= {"--verify": "the command that made the shards, repeated"}
-FORMAT = 4  # of manifests; a change of what a batch holds needs a new number
-FREE_FLAGS = "input", "data_dir", "workers"  # a repeated command may change these
-MIN_FOR_WORKERS = 1 << 22  # bytes of input
-SAMPLE_BYTES = 1 << 24  # of text to train a tokenizer on
+PIECE = 1 << 18  # characters to tokenize at a time, where the text has white space
+LONGEST_PIECE = 1 << 20
+SAMPLE = 1 << 24  # characters of text to train a tokenizer on
+FREE = ("data_dir", "workers")  # a repeated command may change these
+MIN_FOR_WORKERS = 1 << 22  # characters, as starting a process takes time
+# GPT-2's pattern begins a token at white space that follows a visible character.
+BOUNDARY = re.compile(r"(?<=\S)[ \t\r\n]")
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    input: PathNames = flag((), "files, folders, 'patterns'; none: Python's source")
-    data_dir: PathName = flag(
-        "", "folder to write (default: data/stdlib-TOKENIZER; --input needs one)"
-    )
-    tokenizer: PathName = flag("bpe", "bpe (trained on the text), bytes, gpt2 or a folder with one")
+    data_dir: str = flag("", "folder to write (default: data/stdlib-TOKENIZER)")
+    tokenizer: str = flag("bpe", "bpe (trained on the text), bytes, gpt2, or a folder with one")
     vocab_size: int = flag(4096, "bpe: the number of tokens", min=258, max=1 << 16)
     text_field: str = flag("text", "field of a record that holds its text")
     encoding: str = flag("", "encoding of all texts (default: found for each file)")
-    shard_tokens: int = flag(100_000_000, "tokens per shard", min=1024)
-    val_fraction: float = flag(0.01, "share of documents for validation", min=1e-5, max=0.5)
-    seed: int = flag(1337, "seed for the validation split", min=0)
-    workers: int = flag(num_cores(), "tokenizer processes (default: one per core)")
+    shard_tokens: int = flag(100_000_000, "tokens per shard", min=2)
+    val_fraction: float = flag(
+        0.01, "share of documents for validation (default: 0.01)", min=1e-5, max=0.5
+    )
+    seed: int = flag(1337, "seed for the validation split")
+    workers: int = flag(os.cpu_count() or 1, "tokenizer processes (default: one per core)", min=1)
 
 
-def parse_args(argv: list[str]) -> PrepareConfig:
-    """Return the flags of a command line. Raise UserError if they can't be combined."""
-    if argv and not argv[0].startswith("-"):
-        raise UserError(f"did you mean --input {quoted(*argv)}?")
-    typed = parse(PrepareConfig, __doc__ or "", {}, SYNONYMS, argv)
-    config = PrepareConfig(**typed)
-    name = config.tokenizer
-    if "vocab_size" in typed and name != "bpe":
-        raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
-    if name not in (*VOCAB_SIZES, "bpe"):
-        folder = Path(name)
-        tokenizer = read_tokenizer(next(iter(checkpoints(folder)), folder))
-        if not tokenizer:
-            kinds = "bpe, bytes, gpt2, a run, or a folder with vocab.json and merges.txt"
-            raise UserError(f"--tokenizer {name} is none of {kinds}")
-        if not tokenizer.end:
-            text = "has no end of text, which separates documents"
-            raise UserError(f"--tokenizer {name} {text}: use bytes or bpe")
-        config = replace(config, tokenizer=tokenizer.name)
-    if config.input and not config.data_dir:
-        raise UserError("--input needs --data-dir, for example --data-dir data/book")
-    if config.input:
-        return config
-    if "val_fraction" not in typed and sum(map(os.path.getsize, standard_library())) < 20e6:
-        # Debian's Python comes without its tests. A hundredth of it would be three files.
-        config = replace(config, val_fraction=0.05)
-    return replace(config, data_dir=config.data_dir or f"data/stdlib-{Path(name).name}")
+def standard_library() -> list[str]:
+    """Return the standard library's .py files: 30 MB that every machine has."""
+    files: list[str] = []
+    for folder, names, children in os.walk(sysconfig.get_path("stdlib")):
+        names[:] = [name for name in names if not name.endswith("-packages")]  # installed by pip
+        files += [os.path.join(folder, child) for child in children if child.endswith(".py")]
+    return sorted(filter(os.path.isfile, files))
 
 
-def documents(reader: Reader, config: PrepareConfig) -> Iterator[tuple[bool, int, Iterator[bytes]]]:
-    """Yield each document: whether it is for validation, its size in bytes, and its text in blocks.
-    The seed and the document's number decide the split. The first document is for training."""
-    rng = random.Random(config.seed)
-    for number, (size, blocks) in enumerate(reader.documents()):
-        is_val = number > 0 and rng.random() < config.val_fraction
-        yield is_val, size, blocks
+# ---- Text ----------------------------------------------------------------------------------------
 
 
-def batches(reader: Reader, config: PrepareConfig) -> Iterator[tuple[str, list]]:
-    """Yield all text in batches: the split, and about 512 KiB of text in parts, each with whether
-    it begins a document. If no document is drawn for validation, use the last tenth of each one."""
-    drawn = documents(reader.again(), config)
-    cuts_each = not any(is_val and size for is_val, size, _ in drawn)
-    parts: dict[str, list[tuple[bool, bytes]]] = {"train": [], "val": []}
-    sizes = {"train": 0, "val": 0}  # bytes in parts
-    for is_val, size, blocks in documents(reader, config):
-        val_start = 0 if is_val else sys.maxsize  # bytes before validation begins
-        if cuts_each:
-            val_start = size * 9 // 10
-        for i, (split, piece) in enumerate(divided(blocks, val_start)):
-            parts[split].append((i == 0, piece))
-            sizes[split] += len(piece)
-            if sizes[split] >= 2 * PIECE:
-                yield split, parts[split]
-                parts[split] = []
-                sizes[split] = 0
-    yield from parts.items()
+def pieces(blocks: Iterator[str]) -> Iterator[str]:
+    """Yield a document in pieces that are tokenized apart, to take little memory. No token spans a
+    cut, unless a million characters have no white space."""
+    rest = ""
+    for block in blocks:
+        text, start = rest + block, 0
+        while len(text) - start > LONGEST_PIECE:
+            found = BOUNDARY.search(text, start + PIECE, start + LONGEST_PIECE)
+            end = found.start() if found else start + LONGEST_PIECE
+            yield text[start:end]
+            start = end
+        rest = text[start:]
+    if rest:
+        yield rest
 
 
-def divided(blocks: Iterator[bytes], val_start: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the pieces of a document, each with its split. Validation begins at byte val_start."""
-    for piece in pieces(blocks):
-        at = min(max(val_start, 0), len(piece))
-        while 0 < at < len(piece) and piece[at] & 0xC0 == 0x80:  # inside a character
-            at -= 1
-        if at > 0:
-            yield "train", piece[:at]
-        if at < len(piece):
-            yield "val", piece[at:]
-        val_start -= len(piece)
+def divided(document: Iterator[str], num_train: int) -> Iterator[tuple[str, bool, str]]:
+    """Yield a document in pieces: the split, whether it begins there, and the text. Its first
+    num_train characters are for training, the others for validation."""
+    begins = {"train": True, "val": True}
+    for piece in pieces(document):
+        for split, part in (("train", piece[:num_train]), ("val", piece[num_train:])):
+            if part:
+                yield split, begins[split], part
+                begins[split] = False
+        num_train = max(0, num_train - len(piece))
 
 
-def tokenize(name: str, parts: list[tuple[bool, bytes]]) -> np.ndarray:
-    """Return a batch's tokens as uint16; each document begins with <|endoftext|>."""
-    tokenizer = TOKENIZERS[name]
-    tokens = [np.empty(0, TOKEN)]  # the last batch may have no parts
-    for begins, text in parts:
-        if begins:
-            tokens.append(np.array([tokenizer.end_of_text], TOKEN))
-        tokens.append(tokenizer.encode_bytes(text))
-    return np.concatenate(tokens, dtype=TOKEN)
+class Text:
+    """All text of a preparation, and which of it is for validation: the documents of --val-input;
+    or a share of all, drawn by the seed; or, if the share is not half a document, the last tenth of
+    each."""
+
+    def __init__(self, files: dict[str, list[str]], config: PrepareConfig):
+        self.readers: dict[str, Reader] = {}
+        self.sizes = array("Q")  # of the documents, in characters
+        for split, paths in files.items():
+            reader = self.readers[split] = Reader(paths, config.text_field, config.encoding)
+            self.sizes.extend(sum(map(len, document)) for document in reader.documents())
+        num_val = 0 if "val" in files else round(config.val_fraction * len(self.sizes))
+        self.is_val = {*random.Random(config.seed).sample(range(len(self.sizes)), num_val)}
+
+    def num_train(self, split: str, number: int) -> int:
+        """Return how many characters of a document are for training: its first ones."""
+        if split == "val" or number in self.is_val:
+            return 0
+        is_whole = self.is_val or "val" in self.readers
+        return self.sizes[number] if is_whole else self.sizes[number] * 9 // 10
+
+    def documents(self) -> Iterator[tuple[int, Iterator[str]]]:
+        """Yield how many characters of each document are for training, and its text."""
+        number = count()
+        for split, reader in self.readers.items():
+            for document in reader.documents():
+                yield self.num_train(split, next(number)), document
+
+    def batches(self) -> Iterator[tuple[str, list[tuple[bool, str]]]]:
+        """Yield the pieces of each split in batches, since a worker's answer takes time."""
+        waiting: dict[str, list] = {"train": [], "val": []}
+        num_chars = {"train": 0, "val": 0}
+        for num_train, document in self.documents():
+            for split, begins, part in divided(document, num_train):
+                waiting[split].append((begins, part))
+                num_chars[split] += len(part)
+                if num_chars[split] >= 2 * PIECE:
+                    yield split, waiting[split]
+                    waiting[split], num_chars[split] = [], 0
+        yield from waiting.items()
+
+    def sample(self, seed: int) -> Iterator[str]:
+        """Yield up to SAMPLE characters for training, drawn from all of them."""
+        rng, num_left, share = random.Random(seed), SAMPLE, SAMPLE / (1 + sum(self.sizes))
+        for split, batch in self.batches():
+            if split == "train" and num_left > 0 and rng.random() < share:
+                yield from (piece for _, piece in batch)
+                num_left -= sum(len(piece) for _, piece in batch)
+
+    def account(self) -> list[str]:
+        return [line for reader in self.readers.values() for line in reader.account.lines()]
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+
+TOKENIZER: list[Tokenizer] = []  # of this process
 
 
 def start_worker(folder: Path):
     """Load the tokenizer in a new process, which leaves Ctrl-C to its parent and ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    read_tokenizer(folder)
+    TOKENIZER[:] = [read_tokenizer(folder)]  # type: ignore[list-item]
 
 
 def end_with_parent():
-    parent_process().join()  # returns even if the parent is killed
+    parent_process().join()  # type: ignore[union-attr]  # returns even if the parent is killed
     os._exit(1)
 
 
-def tokenized(
-    todo: Iterator[tuple[int, str, list]], name: str, folder: Path, workers: int
-) -> Iterator[tuple[int, str, np.ndarray]]:
-    """Yield each batch's number, split and tokens, in order. Workers load folder's tokenizer."""
-    if workers < 2:
-        for number, split, parts in todo:
-            yield number, split, tokenize(name, parts)
+def tokenize(batch: list[tuple[bool, str]]) -> np.ndarray:
+    """Return a batch's tokens, uint16; each document begins with <|endoftext|>."""
+    (tokenizer,) = TOKENIZER
+    begin, none = np.array([tokenizer.end_of_text], TOKEN), np.empty(0, TOKEN)
+    parts = [none]  # the last batch may have no pieces
+    for begins, text in batch:
+        parts += [begin if begins else none, tokenizer.encode_array(text)]
+    return np.concatenate(parts, dtype=TOKEN)
+
+
+def tokenized(todo: Iterator, folder: Path, num_workers: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each batch's split and tokens, in order. Workers load folder's tokenizer."""
+    if num_workers < 2:
+        TOKENIZER[:] = [read_tokenizer(folder)]  # type: ignore[list-item]
+        yield from ((split, tokenize(batch)) for split, batch in todo)
         return
     # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
-    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (folder,)) as pool:
-        pool.map(int, range(workers))  # starts them while the first file's encoding is found
-        running: list = []
-        for number, split, parts in todo:
-            running.append((number, split, pool.submit(tokenize, name, parts)))
-            if len(running) > 4 * workers + 16:  # keep the workers busy during a write
-                number, split, future = running.pop(0)
-                yield number, split, future.result()
-        for number, split, future in running:
-            yield number, split, future.result()
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), start_worker, (folder,))
+    # Workers inherit this: before start_worker, Ctrl-C would make each print a traceback.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for _ in range(num_workers):
+        pool.submit(os.getpid)  # starts a worker
+    signal.signal(signal.SIGINT, previous)
+    running: deque = deque()
+    try:
+        for split, batch in todo:
+            running.append((split, pool.submit(tokenize, batch)))
+            if len(running) > 4 * num_workers + 16:  # keep the workers busy during a write
+                split, future = running.popleft()
+                yield split, future.result()
+        yield from ((split, future.result()) for split, future in running)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-class Split:
-    """The shards of one split, and the tokens collected for its next shard."""
+class Shards:
+    """Writes the shards of one split."""
 
-    def __init__(self, folder: Path, name: str, manifest: dict):
-        self.folder = folder
-        self.name = name
-        self.manifest = manifest
-        self.shards = manifest[name]["shards"]
-        self.shard_tokens = manifest["flags"]["shard_tokens"]
+    def __init__(self, folder: Path, split: str, shard_tokens: int):
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.entries: list[dict] = []  # of the manifest
         self.parts: list[np.ndarray] = []  # of the next shard
         self.num_tokens = 0  # in parts
-        # The number of the last batch added, and how many of its tokens are in shards or parts.
-        self.end = self.shards[-1]["end"] if self.shards else [0, 0]
 
-    def add(self, number: int, tokens: np.ndarray):
-        """Add a batch's tokens, except those already in shards. Write each shard once full."""
-        start = self.end[1] if self.end[0] == number else 0
-        while start < len(tokens):
-            part = tokens[start : start + self.shard_tokens - self.num_tokens]
+    def add(self, tokens: np.ndarray):
+        while len(tokens):
+            part = tokens[: self.shard_tokens - self.num_tokens]
             self.parts.append(part)
             self.num_tokens += len(part)
-            start += len(part)
-            self.end = [number, start]
+            tokens = tokens[len(part) :]
             if self.num_tokens == self.shard_tokens:
-                self.finish_shard()
+                self.write()
 
-    def finish_shard(self):
-        """Write a shard of the tokens in parts, and the manifest with the shard's entry."""
-        path = self.folder / f"{self.name}_{len(self.shards):06d}.bin"
-        digest = hashlib.sha256()
-        with whole_file(path) as file:
-            for part in (shard_header(self.num_tokens), *self.parts):
-                file.write(part)
-                digest.update(part)
-        end_of_text = self.manifest["tokenizer"]["end_of_text"]
-        entry = {
-            "name": path.name,
-            "tokens": self.num_tokens,
-            "documents": sum(int(np.count_nonzero(part == end_of_text)) for part in self.parts),
-            "largest_id": max(int(part.max()) for part in self.parts),
-            "sha256": digest.hexdigest(),
-            "end": self.end,
-        }
-        self.shards.append(entry)
-        write_manifest(self.folder / UNFINISHED, self.manifest)
-        self.parts = []
-        self.num_tokens = 0
+    def write(self):
+        """Write a shard of the tokens in parts."""
+        tokens = np.concatenate(self.parts)
+        header = np.array([MAGIC, VERSION, len(tokens)] + [0] * 253, "<i4").tobytes()
+        path = self.folder / f"{self.split}_{len(self.entries):06d}.bin"
+        write_synced(path, header, tokens.data)
+        entry = {"name": path.name, "tokens": len(tokens), "largest_id": int(tokens.max())}
+        self.entries.append(entry | {"sha256": sha256(path)})
+        self.parts, self.num_tokens = [], 0
 
 
-def write_manifest(path: Path, manifest: dict):
-    with whole_file(path) as file:
-        file.write(json.dumps(manifest, indent=1).encode())
+# ---- The folder ----------------------------------------------------------------------------------
 
 
-def sha256_of(path: Path | str) -> str:
+def sha256(path: Path | str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_manifest(path: Path, config: PrepareConfig, digest: str) -> dict:
-    """Return the manifest at path, or a new one. Raise UserError if its flags or text differ."""
-    folder = path.parent
-    flags = {name: value for name, value in vars(config).items() if name not in FREE_FLAGS}
-    manifest = read_manifest(path) if path.exists() else {}
-    shards = manifest["train"]["shards"] + manifest["val"]["shards"] if manifest else []
-    if not shards:
-        manifest = {"format": FORMAT, "input": config.input, "flags": flags, "files": digest}
-        return manifest | {"train": {"shards": []}, "val": {"shards": []}}
-    cure = "remove it, or name another --data-dir"
-    for name, value in flags.items():
-        # Older manifests lack some flags.
-        before = manifest.get("flags", {}).get(name, getattr(PrepareConfig, name))
-        if before != value:
-            text = f"{folder} was made with {spell(name)} {before}, not {value}"
-            raise UserError(f"{text}: use that, {cure}")
-    if manifest.get("files") != digest:
-        raise UserError(f"{folder} was made from other text: {cure}")
-    if path.name == UNFINISHED and manifest.get("format") != FORMAT:
-        raise UserError(f"{folder} was made in part by an older version of this code: {cure}")
-    for entry in shards:
-        shard = open_shard(folder / entry["name"])  # raises if it is cut
-        if sha256_of(shard.path) != entry["sha256"]:
-            raise UserError(f"{shard.path} is damaged: remove {folder}, and repeat the command")
-    return manifest
-
-
-def training_text(reader: Reader, config: PrepareConfig) -> Iterator[str]:
-    """Yield up to SAMPLE_BYTES of the training split, drawn from all of it if it is larger."""
-    rng = random.Random(config.seed)
-    share = SAMPLE_BYTES / (1 + sum(size for size, _ in reader.again().documents()))
-    num_bytes = 0
-    for split, parts in batches(reader.again(), config):
-        if split == "train" and rng.random() < share:
-            for _, text in parts:
-                yield text.decode(errors="replace")
-                num_bytes += len(text)
-        if num_bytes >= SAMPLE_BYTES:
-            return
-
-
-def write_shards(folder: Path, manifest: dict, reader: Reader, config: PrepareConfig):
-    """Write the tokenizer, the shards that are not in folder yet, and the manifest."""
-    begun = manifest.get("tokenizer")  # open_manifest keeps it only if a shard was written
-    tokenizer = read_tokenizer(folder) if begun else None
-    if not tokenizer and config.tokenizer == "bpe":
-        tokenizer = train_tokenizer(training_text(reader, config), config.vocab_size)
-    tokenizer = tokenizer or require_tokenizer(config.tokenizer, may_download=True)
-    TOKENIZERS[tokenizer.name] = tokenizer
-    if begun and begun["name"] != tokenizer.name:
-        text = f"{folder} was begun with {begun['name']} tokens, not {tokenizer.name}"
-        raise UserError(f"{text}: remove it, or name another --data-dir")
-    manifest["tokenizer"] = {
-        "name": tokenizer.name,
-        "sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.size,
-        "end_of_text": tokenizer.end_of_text,
-    }
-    # Without a manifest, a repeated command would take the other files for another program's.
-    write_manifest(folder / UNFINISHED, manifest)
-    for name, content in tokenizer.files().items():
-        with whole_file(folder / name) as file:
+def write_synced(path: Path, *contents: bytes | memoryview):
+    """Write a file that a power failure can't lose."""
+    with open(path, "wb") as file:
+        for content in contents:
             file.write(content)
-    splits = {name: Split(folder, name, manifest) for name in ("train", "val")}
-    # Batches that are already in shards are read, because a document's number decides its split,
-    # but not tokenized. Of the last one, only a part may be in a shard.
-    numbered = enumerate(batches(reader, config), 1)
-    todo = ((n, name, parts) for n, (name, parts) in numbered if n >= splits[name].end[0])
-    total = sum(map(os.path.getsize, reader.files))
-    # Bytes take no time, and a small text takes less time than starting a process. On Windows, a
-    # pool can't have more than 61 processes.
-    workers = min(config.workers, 61) if tokenizer.merges and total > MIN_FOR_WORKERS else 1
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not is_terminal(sys.stderr)) as bar:
-        for number, name, tokens in tokenized(todo, tokenizer.name, folder, workers):
-            splits[name].add(number, tokens)
-            bar.update(reader.position - bar.n)
-    for name, split in splits.items():
-        if not split.shards and split.num_tokens < 2:  # 2: an input and its target
-            why = reader.account.lines()
-            if not reader.account.files_skipped and not reader.account.records_skipped:
-                why.append("add more text")
-            text = f"--input has {split.num_tokens} tokens for {name}, too few"
-            raise UserError(f"{text}: {'; '.join(why)}")
-    for split in splits.values():
-        if split.num_tokens:
-            split.finish_shard()
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def prepare(config: PrepareConfig):
-    """Write shards and their manifest, which is called UNFINISHED until all shards are there."""
+def find_tokenizer(config: PrepareConfig, text: Text) -> Tokenizer:
+    """Return --tokenizer, or raise UserError if there is none."""
+    if config.tokenizer == "bpe":
+        return train_tokenizer(text.sample(config.seed), config.vocab_size)
+    if config.tokenizer == "bytes":
+        return bytes_tokenizer()
+    if config.tokenizer == "gpt2":
+        return gpt2_tokenizer(may_download=True)  # type: ignore[return-value]  # or it raises
+    folder = Path(config.tokenizer)
+    checkpoints = sorted(folder.glob("step_*/vocab.json"))  # of a run
+    tokenizer = read_tokenizer(checkpoints[-1].parent if checkpoints else folder)
+    if not tokenizer:
+        raise UserError(f"--tokenizer {folder} holds no vocab.json and merges.txt")
+    return tokenizer
+
+
+def write_folder(folder: Path, text: Text, config: PrepareConfig) -> dict:
+    """Write tokenizer and shards into folder, and return what the manifest says of them."""
+    tokenizer = find_tokenizer(config, text)
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)
+    # Bytes take no time. On Windows, a pool can't have more than 61 processes.
+    is_long = tokenizer.merges and sum(text.sizes) > MIN_FOR_WORKERS
+    num_workers = min(config.workers, 61) if is_long else 1
+    shards = {split: Shards(folder, split, config.shard_tokens) for split in ("train", "val")}
+    todo = tokenized(text.batches(), folder, num_workers)
+    for split, tokens in tqdm(todo, unit="batch", leave=False, disable=None):
+        shards[split].add(tokens)
+    for split, of_split in shards.items():
+        if of_split.num_tokens:
+            of_split.write()
+        num_tokens = sum(entry["tokens"] for entry in of_split.entries)
+        if num_tokens < 2:  # an input and its target
+            why = "; ".join(text.account())
+            raise UserError(f"--input has {num_tokens} tokens for {split}, too few: {why}")
+    names = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.size}
+    entries = {split: {"shards": of_split.entries} for split, of_split in shards.items()}
+    return {**entries, "tokenizer": names, "account": text.account()}
+
+
+def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
+    """Write a folder of shards, unless it is there. Raise UserError for what can't be done."""
     folder = Path(config.data_dir)
-    account = Account()
-    files = files_in(config.input, account) if config.input else standard_library()
+    unfinished = Path(f"{folder}.tmp")
+    files = {"train": find_files(inputs) if inputs else standard_library()}
+    if val_inputs:
+        files["val"] = find_files(val_inputs)
     # Leave out what this program wrote, which --input . would include.
-    files = [file for file in files if not is_ours(Path(file), folder)]
-    reader = Reader(files, config.text_field, config.encoding, account)
-    reader.check_flags()
-    # Identify files by content, because a copy of the same text has other modification times.
-    digest = hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
-    lock = FolderLock(folder)
-    if not (folder / MANIFEST).exists():
-        others = [p.name for p in folder.glob("*.*") if p.suffix in (".bin", ".npy")]
-        others += [name for name in FILES if (folder / name).exists()]
-        if others and not (folder / UNFINISHED).exists():
-            text = f"--data-dir {folder} holds {min(others)} but no {MANIFEST}"
-            raise UserError(f"{text}: choose another")
-        folder.mkdir(parents=True, exist_ok=True)
-        sync(folder.parent)
-        # Another process that prepares the default data writes the same shards, so wait for it.
-        lock.acquire(wait=not config.input)
-    try:
-        if (folder / MANIFEST).exists():  # maybe since we waited for the lock
-            manifest = open_manifest(folder / MANIFEST, config, digest)
-            show("already complete:")
+    left_out = {os.path.realpath(file) for file in files.get("val", [])}
+    own = tuple(os.path.realpath(path) + os.sep for path in (folder, unfinished))
+    paths = {file: os.path.realpath(file) for file in files["train"]}
+    files["train"] = [
+        f for f, path in paths.items() if path not in left_out and not path.startswith(own)
+    ]
+    contents = [f"{f} {sha256(f)}" for f in chain(*files.values()) if os.path.isfile(f)]
+    flags = {name: value for name, value in asdict(config).items() if name not in FREE}
+    flags["files"] = hashlib.sha256(repr(contents).encode(errors="replace")).hexdigest()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Several ranks or runs may begin at once without data: then one makes it, and the others wait.
+    with FileLock(folder.parent / f".{folder.name}.lock", timeout=0 if inputs else -1):
+        if (folder / MANIFEST).exists():
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+            if manifest.get("flags") != flags:
+                raise UserError(f"{folder} was made with other flags or from other text")
+            print("already complete:")
+        elif folder.exists():
+            raise UserError(f"--data-dir {folder} is there already: name a new folder")
         else:
-            manifest = open_manifest(folder / UNFINISHED, config, digest)
-            write_shards(folder, manifest, reader, config)
-            manifest["account"] = [summary(reader), *reader.account.lines()]
-            write_manifest(folder / UNFINISHED, manifest)
-            lock.check()
-            rename(folder / UNFINISHED, folder / MANIFEST)
-            sync(folder)
-    except UserError:
-        if lock.locked and not any(folder.glob("*.bin")):  # leave nothing behind
-            lock.release()  # Windows can't remove an open file
-            for name in (UNFINISHED, LOCK, *FILES):
-                (folder / name).unlink(missing_ok=True)
-            with suppress(OSError):  # the folder holds other files
-                folder.rmdir()
-        raise
-    finally:
-        lock.release()
-    report(folder, manifest)
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+            try:
+                unfinished.mkdir()
+                manifest = {"flags": flags} | write_folder(unfinished, Text(files, config), config)
+                write_synced(unfinished / MANIFEST, json.dumps(manifest, indent=1).encode())
+                unfinished.rename(folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    report_folder(folder, manifest)
 
 
-def is_ours(path: Path, folder: Path) -> bool:
-    """Return whether this program writes a file with this name into folder."""
-    name = path.name.removesuffix(".tmp")
-    ours = name in (*FILES, MANIFEST, UNFINISHED) or re.fullmatch(r"(train|val)_\d{6}\.bin", name)
-    return bool(ours) and os.path.abspath(path.parent) == os.path.abspath(folder)
-
-
-def summary(reader: Reader) -> str:
-    """Return one line about all of the input. Documents and skipped records make up its records."""
-    a = reader.account
-    files = f"{a.files - a.files_skipped:,} files read, {a.files_skipped:,} skipped"
-    records = f"{a.records:,} records, {a.records_skipped:,} skipped; {a.documents:,} documents"
-    return f"input: {files}; {records}; {reader.position:,} bytes, {a.text_bytes:,} bytes of text"
-
-
-def report(folder: Path, manifest: dict):
-    """Print what folder holds, and what became of the input."""
+def report_folder(folder: Path, manifest: dict):
+    """Print what a folder holds, and what became of the input."""
     tokenizer = manifest["tokenizer"]  # a small text has fewer tokens than --vocab-size
-    show(f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} tokens")
-    share = manifest.get("flags", {}).get("val_fraction", PrepareConfig.val_fraction)
+    print(f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} tokens")
     for split in ("train", "val"):
         shards = manifest[split]["shards"]
-        tokens = sum(entry["tokens"] for entry in shards)
-        num_documents = sum(entry.get("documents", 1) for entry in shards)
-        documents = num_documents or "the last tenth of each, since there are too few to draw one"
-        show(f"{split}: {tokens:,} tokens; shards: {len(shards)}; documents: {documents}")
-        if split == "val" and num_documents and tokens < 2000 and share < 0.1:
-            text = f"{tokens:,} validation tokens are too few to tell how good a network is"
-            show(f"{text}: prepare with --val-fraction 0.1 and another --data-dir")
-    ready = f"ready: {command('train_gpt2.py', '--data-dir', str(folder))}"
-    for line in [*manifest.get("account", []), ready]:
-        show(line.replace("\n", " "))
+        num_tokens = sum(shard["tokens"] for shard in shards)
+        print(f"{split}: {num_tokens:,} tokens; shards: {len(shards)}")
+    for line in manifest["account"]:
+        print(line)
+    print(f"ready: python train_gpt2.py --data-dir {folder}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the program and return its exit code: 0, 2, 6 or 130."""
-    ending.program = "prepare_data.py"
-    if hasattr(sys.stdout, "reconfigure"):  # some terminals can't show every name
-        sys.stdout.reconfigure(errors="backslashreplace")
+def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
+    """Return the flags, --input and --val-input. Raise UserError if they can't be combined."""
+    parser = make_parser(PrepareConfig, __doc__ or "")
+    for name, text in (
+        ("--input", "files, folders, 'patterns'; none: Python's source"),
+        ("--val-input", "those for validation, instead of a share of --input"),
+    ):
+        parser.add_argument(name, nargs="+", help=text)
+    typed = parse(parser, PrepareConfig, argv)
+    inputs, val_inputs = typed.pop("input", []), typed.pop("val_input", [])
+    config = PrepareConfig(**typed)
+    if "vocab_size" in typed and config.tokenizer != "bpe":
+        raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
+    if config.tokenizer not in ("bpe", "bytes", "gpt2") and not Path(config.tokenizer).is_dir():
+        raise UserError(f"--tokenizer {config.tokenizer} is not bpe, bytes, gpt2 or a folder")
+    if inputs and not config.data_dir:
+        raise UserError("--input needs --data-dir, for example --data-dir data/book")
+    if not inputs and val_inputs:
+        raise UserError("--val-input needs --input")
+    if not inputs:  # a hundredth of Python's source would be a few files
+        name = config.data_dir or f"data/stdlib-{Path(config.tokenizer).name}"
+        config = replace(config, data_dir=name, val_fraction=typed.get("val_fraction", 0.05))
     try:
-        prepare(parse_args(sys.argv[1:] if argv is None else argv))
-        return ending.DONE
-    except KeyboardInterrupt:
-        print_error("stopped; repeat the command to continue")
-        return ending.INTERRUPTED
-    except BrokenProcessPool:
-        cure = "for lack of memory? Repeat the command, with fewer --workers"
-        text = f"a tokenizer process was killed, {cure}"
+        codecs.lookup(config.encoding or "utf-8")
+    except LookupError as error:
+        raise UserError(f"--encoding {config.encoding}: {error}") from error
+    return config, inputs, val_inputs
+
+
+def main(argv: list[str]) -> int:
+    try:
+        prepare(*read_flags(argv))
+        return 0
+    except KeyboardInterrupt:  # of Ctrl-C or SIGTERM
+        print("stopped; the same command begins anew", file=sys.stderr)
+        return 130
     except ImportError as error:
-        is_pythons = str(error.name).startswith("_")  # _lzma, for example
-        cure = "use a Python that was built with it" if is_pythons else f"pip install {error.name}"
-        text = f"{error.name} is missing: {cure}"
+        return report(UserError(f"{error.name} is missing: pip install {error.name}"))
+    except BrokenProcessPool:
+        text = "a tokenizer process was killed, for lack of memory? Try fewer --workers"
+        return report(RunError(text))
     except Timeout as error:
-        text = f"another process is writing to {Path(error.lock_file).parent}"
-    except (RunError, ShardError, OSError) as error:
-        if ending.exit_code_of(error) == DiskError.exit_code:
-            print_error(f"error: {error}; repeat the command to continue")
-            return DiskError.exit_code
-        text = str(error)
-    print_error(f"error: {text}")
-    return UserError.exit_code
+        return report(UserError(f"another process is at work: it holds {error.lock_file}"))
+    except (RunError, OSError) as error:
+        return report(error)
 
 
 if __name__ == "__main__":
-    ending.open_standard_streams()
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore  # some can't show every name
+    sys.exit(main(sys.argv[1:]))

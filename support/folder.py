@@ -71,13 +71,10 @@ def lock(out_dir: Path, world: World) -> FileLock | None:
 
 def make_python_source(data_dir: Path):
     """If data_dir is that of Python's source, tokenize it, unless it is there."""
-    if not data_dir.name.startswith("stdlib-") or (data_dir / MANIFEST).exists():
-        return
-    with FileLock(data_dir.with_suffix(".lock")):  # makes data/; another rank may be at it
-        if (data_dir / MANIFEST).exists():
-            return
+    if data_dir.name.startswith("stdlib-") and not (data_dir / MANIFEST).exists():
         print(f"tokenizing Python's standard library into {data_dir}", flush=True)
         program = Path(__file__).parent.with_name("prepare_data.py")
-        command = [sys.executable, str(program), "--data-dir", str(data_dir), "--tokenizer"]
-        if subprocess.call([*command, data_dir.name.removeprefix("stdlib-")]):  # it has printed why
+        tokenizer = data_dir.name.removeprefix("stdlib-")
+        command = [sys.executable, str(program), "--tokenizer", tokenizer, "--data-dir"]
+        if subprocess.call([*command, str(data_dir)]):  # it has printed why
             raise UserError(f"{data_dir} could not be made: name other data with --data-dir")

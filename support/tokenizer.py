@@ -69,20 +69,21 @@ class Tokenizer:
         if merges:
             import tiktoken  # not at the top, because it takes 0.1 s
 
+            if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
+                raise UserError("tiktoken is older than 0.9: pip install --upgrade tiktoken")
             # Without any special token, tiktoken would look for an empty one at each character.
             self.encoding = tiktoken.Encoding(
                 self.name, pat_str=WORD, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
             )
 
-    def encode_bytes(self, text: bytes) -> np.ndarray:
+    def encode_array(self, text: str) -> np.ndarray:
         """Return the tokens of text, uint16. An end of text inside it is ordinary text."""
-        if not self.merges:  # with merges, bytes that are not UTF-8 become U+FFFD
-            return self.ids[np.frombuffer(text, np.uint8)]
-        ranks = self.encoding.encode_to_numpy(text.decode(errors="replace"), disallowed_special=())
-        return self.ids[ranks]
+        if not self.merges:
+            return self.ids[np.frombuffer(text.encode(), np.uint8)]
+        return self.ids[self.encoding.encode_to_numpy(text, disallowed_special=())]
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_bytes(text.encode()).tolist()
+        return self.encode_array(text).tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Bytes that do not form a whole character become U+FFFD."""

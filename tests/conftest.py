@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,9 +136,8 @@ def make_data(folder: Path) -> Path:
     records = [json.dumps({"text": text.decode()}) + "\n" for text in texts]
     (folder / "text.jsonl").write_text("".join(records))
     line = ["--input", folder / "text.jsonl", "--data-dir", folder / "tokens", "--tokenizer=bytes"]
-    config = prepare_data.parse_args([*map(str, line), "--val-fraction", "0.2", "--seed", "1"])
-    # fewer tokens than the command line takes
-    prepare_data.prepare(replace(config, shard_tokens=1009))
+    line += ["--val-fraction", "0.2", "--seed", "1", "--shard-tokens", "1009"]
+    assert prepare_data.main([*map(str, line)]) == 0
     return folder / "tokens"
 
 

@@ -24,7 +24,7 @@ def test_the_notebook_is_short_and_without_outputs():
 def test_the_notebook_runs_from_the_first_cell_to_the_last(tmp_path, monkeypatch):
     from nbclient import NotebookClient
 
-    for name in ("support", "prepare", "benchmarks"):
+    for name in ("support", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)

@@ -20,7 +20,7 @@ def patched(once) -> Path:
     """A folder with the program and the tests of the network, and with the patch."""
 
     def make(folder: Path):
-        for name in ("support", "prepare", "tests"):
+        for name in ("support", "tests"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__*", ".*"))
         for path in ROOT.glob("*.py"):
             shutil.copy(path, folder)

@@ -108,24 +108,6 @@ def test_a_checkpoints_tokenizer_in_transformers_is_ours(tmp_path, name):
         assert theirs.decode(ids) == content.decode(errors="replace")
 
 
-@pytest.mark.parametrize("name", ["bytes", "bpe", GPT2])
-def test_the_ids_are_those_that_prepare_data_writes(name):
-    """Until prepare_data.py encodes with support.tokenizer, too."""
-    from prepare import tokenizer as old
-
-    ours = get(name)
-    theirs = old.Tokenizer(ours.vocab, ours.merges) if name == "bpe" else old.load_tokenizer(name)
-    assert (ours.name, ours.sha256) == (theirs.name, theirs.sha256)
-    assert (ours.size, ours.end_of_text, ours.tokens) == (
-        theirs.size, theirs.end_of_text, theirs.tokens,
-    )  # fmt: skip
-    rng = random.Random(0)
-    for text in TEXTS + [odd_text(rng) for _ in range(1000)]:
-        assert ours.encode(text) == theirs.encode(text)
-    for content in (b"\xff\xfe", b"caf\xe9 \xf0\x9f", bytes(range(256))):
-        assert np.array_equal(ours.encode_bytes(content), theirs.encode_bytes(content))
-
-
 @ANY
 def test_a_folder_gives_back_the_tokenizer_that_it_holds(tmp_path, name):
     ours = get(name)

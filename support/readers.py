@@ -1,0 +1,340 @@
+"""The documents in the files of prepare_data.py --input: texts, and the records of .jsonl, .json,
+.csv, .tsv and .parquet files. An Account counts them, and what is skipped, by its reason:
+documents + skipped records == records, and files read + skipped files == files."""
+
+import bz2
+import codecs
+import csv
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, BinaryIO, NamedTuple
+
+from support.cli import UserError
+
+BLOCK = 1 << 16  # bytes or characters to read at a time
+SAMPLE = 1 << 18  # bytes by which an encoding is found
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+MARKUP = (".html", ".htm", ".xml", ".ipynb", ".mbox", ".eml", ".rtf", ".srt", ".vtt")
+# Python's codecs remove these marks. UTF-16's begins one of UTF-32's.
+MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+NO_TEXT = {  # how files begin, and what they are
+    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS: run git lfs pull",
+    b"%PDF-": "a PDF: save it as text",
+    b"PK\3\4": "an archive or an Office document: unpack it, or save it as text",
+    b"\xd0\xcf\x11\xe0": "an Office document: save it as text",
+}
+
+
+class Bad(NamedTuple):
+    """Stands for a record without text."""
+
+    reason: str
+
+
+class Account:
+    """Counts files, records and documents, and what is skipped or assumed, with its first place."""
+
+    def __init__(self):
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def note(self, what: str, place: Any):
+        self.counts[what] += 1
+        self.first.setdefault(what, str(place))
+
+    def lines(self) -> list[str]:
+        """Return the account as text, with a line for each reason."""
+        text = "; ".join(
+            f"{self.counts[name]:,} {name}" for name in ("files", "records", "documents")
+        )
+        notes = self.first.items()
+        return [text, *(f"{what}: {self.counts[what]:,}, the first: {at}" for what, at in notes)]
+
+
+def find_files(inputs: list[str]) -> list[str]:
+    """Return the files that inputs (files, folders and patterns) name, each once, without hidden
+    ones in folders. Raise UserError if a name has none, or if a folder can't be read."""
+    found: dict[str, str] = {}  # by real path
+    for name in inputs:
+        pattern = glob.escape(name) if os.path.lexists(name) else name
+        paths = sorted(glob.glob(pattern, recursive=True))
+        folders = [path for path in paths if os.path.isdir(path)]
+        for folder in folders:
+            paths += sorted(glob.glob(f"{glob.escape(folder)}/**", recursive=True))
+        files = [path for path in paths if not os.path.isdir(path)]
+        for folder in set(paths) - set(files):
+            if not os.access(folder, os.R_OK | os.X_OK):  # which glob would leave out
+                raise UserError(f"--input {folder} can't be read")
+        if not files:
+            raise UserError(f"--input {name}: there is no such file")
+        for file in files:
+            found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+class Reader:
+    """Reads the documents in files, in order, as often as asked."""
+
+    def __init__(self, files: list[str], text_field: str, encoding: str):
+        self.files = files
+        # The first of these fields that a record has holds its text.
+        self.fields = [text_field, *(("messages", "conversations") if text_field == "text" else ())]
+        self.encoding = encoding  # of all files; "": find each one's
+        self.examined: dict[str, tuple[str, str]] = {}  # by file: encoding, or why to skip it
+        self.account = Account()  # of the last reading
+
+    def documents(self) -> Iterator[Iterator[str]]:
+        """Yield each document's text, in blocks. Raise UserError for a file that can't be read."""
+        self.account = Account()
+        for path in self.files:
+            self.account.counts["files"] += 1
+            try:
+                yield from self.documents_in(path)
+            except (OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError) as error:
+                raise UserError(f"--input {path} can't be read: {error}") from error
+
+    def documents_in(self, path: str) -> Iterator[Iterator[str]]:
+        counts, note = self.account.counts, self.account.note
+        if path not in self.examined:
+            self.examined[path] = examine(path, self.encoding)
+        encoding, reason = self.examined[path]
+        if reason:
+            note(f"file skipped, {reason}", path)
+            return
+        if encoding not in ("utf-8", "utf-8-sig", self.encoding):
+            note(f"assumed the encoding {encoding}", path)
+        if kind_of(path) in MARKUP:
+            note("read as text with its markup", path)
+        for place, record in records(path, encoding, self.fields):
+            counts["records"] += 1
+            text = record if isinstance(record, io.TextIOBase) else text_of(record, self.fields)
+            if isinstance(text, Bad):
+                names = (
+                    f", whose fields are {', '.join(record)}" if isinstance(record, dict) else ""
+                )
+                note(f"record skipped, {text.reason}", f"{path}, {place}{names}")
+            else:
+                counts["documents"] += 1
+                yield self.blocks(text, f"{path}, {place}")
+
+    def blocks(self, text: io.TextIOBase | str, place: str) -> Iterator[str]:
+        """Yield a document in blocks. What is no text in them is U+FFFD, as in halves of surrogate
+        pairs, which JSON may hold."""
+        for block in [text] if isinstance(text, str) else iter(lambda: text.read(BLOCK), ""):
+            if not block.isascii():
+                block = block.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                if "\ufffd" in block:
+                    self.account.note("what is no text, or in another encoding, is U+FFFD", place)
+            yield block
+
+
+# ---- Files and encodings -------------------------------------------------------------------------
+
+
+def kind_of(path: str) -> str:
+    """Return the suffix of a file's name, without that of its packing."""
+    name, suffix = os.path.splitext(path.lower())
+    return os.path.splitext(name)[1] if suffix in PACKED else suffix
+
+
+def opened(path: str) -> BinaryIO:
+    """Open a file, which is unpacked if its name says that it is packed."""
+    suffix = os.path.splitext(path.lower())[1]
+    if suffix == ".gz":
+        return gzip.open(path)  # type: ignore[return-value]
+    if suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
+    if suffix in (".bz2", ".xz"):
+        return io.BufferedReader(Unpacked(path, suffix))  # type: ignore[arg-type]
+    return open(path, "rb")
+
+
+class Unpacked(io.RawIOBase):
+    """The content of a .bz2 or .xz file: streams, with nothing but zeros after them. Python's own
+    classes end without an error at whatever follows a stream."""
+
+    def __init__(self, path: str, suffix: str):
+        self.blocks = unpack(
+            path, bz2.BZ2Decompressor if suffix == ".bz2" else lzma.LZMADecompressor
+        )
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = next(self.blocks, b"")
+        buffer[: len(block)] = block
+        return len(block)
+
+
+def unpack(path: str, new_decompressor: Callable) -> Iterator[bytes]:
+    """Yield what a file holds, in blocks that fit a BufferedReader's buffer."""
+    with open(path, "rb") as file:
+        data = file.read(BLOCK)
+        while data:
+            decompressor = new_decompressor()
+            while not decompressor.eof:
+                if block := decompressor.decompress(data, io.DEFAULT_BUFFER_SIZE):
+                    yield block
+                data = file.read(BLOCK) if decompressor.needs_input else b""
+                if decompressor.needs_input and not data:
+                    raise EOFError("its end is missing")
+            data = decompressor.unused_data.lstrip(b"\0")
+            while not data and (block := file.read(BLOCK)):
+                data = block.lstrip(b"\0")
+
+
+def examine(path: str, encoding: str) -> tuple[str, str]:
+    """Return a text's encoding, or why to skip a file."""
+    if not os.path.isfile(path):
+        return "", "a broken link, a pipe or a device"
+    if kind_of(path) == ".parquet":
+        return "utf-8", ""
+    with opened(path) as file:
+        head = file.read(BLOCK)
+        what = next((what for start, what in NO_TEXT.items() if head.startswith(start)), "")
+        if what or not head:
+            return "", what or "empty"
+        found = encoding or next((MARKS[mark] for mark in MARKS if head.startswith(mark)), "")
+        if b"\0" in head and not found.lower().startswith(("utf-16", "utf-32")):
+            return "", "binary, or UTF-16 without a mark (name its --encoding)"
+        return found or likely_encoding(head, file), ""
+
+
+def likely_encoding(block: bytes, file: BinaryIO) -> str:
+    """Return UTF-8 for a text, which begins with block, that is UTF-8 or mostly so; else what
+    chardet says of its first lines that are not ASCII."""
+    sample, is_utf8 = b"", True
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    while block and (is_utf8 or len(sample) < SAMPLE):
+        if len(sample) < SAMPLE and not block.isascii():
+            sample += b"".join(x for x in block.splitlines(keepends=True) if not x.isascii())
+        try:
+            decoder.decode(block)
+        except UnicodeDecodeError:
+            is_utf8 = False
+        block = file.read(BLOCK)
+    text = sample.decode("utf-8", "replace")
+    if is_utf8 or sum(char > "\x7f" for char in text) > 2 * text.count("\ufffd"):
+        return "utf-8"
+    import chardet
+
+    if sum(byte > 0x7F for byte in sample) < 10:
+        return "cp1252"  # too few to tell
+    return chardet.detect(sample, compat_names=False)["encoding"] or "cp1252"
+
+
+# ---- Records -------------------------------------------------------------------------------------
+
+
+def records(path: str, encoding: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield a file's records and their places. That of a text is its stream."""
+    kind = kind_of(path)
+    if kind == ".parquet":
+        yield from parquet_rows(path, fields)
+        return
+    with io.TextIOWrapper(opened(path), encoding, errors="replace", newline="") as stream:
+        if kind in (".jsonl", ".ndjson", ".jl"):
+            yield from json_lines(stream)
+        elif kind == ".json":
+            yield from json_values(stream)
+        elif kind in (".csv", ".tsv"):
+            yield from table_rows(stream, kind, fields)
+        else:
+            yield "text", stream
+
+
+def text_of(record: Any, fields: list[str]) -> str | Bad:
+    """Return the text of a record, which may be a chat: a list of messages."""
+    value = record
+    if isinstance(record, dict):
+        value = next((record[name] for name in fields if name in record), None)
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        messages = [(m.get("role", m.get("from")), m.get("content", m.get("value"))) for m in value]
+        if all(isinstance(part, str) for message in messages for part in message):
+            value = "\n\n".join(map(": ".join, messages))
+    is_known = isinstance(value, Bad) or (isinstance(value, str) and value)
+    return value if is_known else Bad(f"no text in the field {fields[0]}")  # type: ignore
+
+
+def parsed(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError):
+        return Bad("no valid JSON, or a key that is there twice")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
+    """Return an object of JSON. Raise ValueError if it has a key twice: json would drop one."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError
+    return record
+
+
+def json_lines(lines: Iterable[str], first: int = 1) -> Iterator[tuple[str, Any]]:
+    return ((f"line {n}", parsed(x)) for n, x in enumerate(lines, first) if not x.isspace())
+
+
+def json_values(stream: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:
+    """Yield the objects in lines, the elements of an array, or an object. An array is in memory."""
+    text = stream.readline()
+    value = parsed(text)
+    if isinstance(value, dict):
+        return chain([("line 1", value)], json_lines(stream, 2))
+    if isinstance(value, Bad):
+        text += stream.read()
+        value = parsed(text)
+    if isinstance(value, Bad):
+        return json_lines(io.StringIO(text))
+    values = value if isinstance(value, list) else [value]
+    return ((f"element {number}", element) for number, element in enumerate(values, 1))
+
+
+def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a table. One that csv can't read, or that has fewer or more cells than the
+    header, is bad: what it means can only be guessed."""
+    csv.field_size_limit(1 << 30)
+    line = stream.readline()
+    delimiter = "\t" if kind == ".tsv" else ";" if line.count(";") > line.count(",") else ","
+    # Without strict, "Hello," he said would lose its quotes.
+    reader = csv.reader(chain([line], stream), delimiter=delimiter, strict=True)
+    header = next(reader)
+    if any(header.count(name) > 1 for name in fields):
+        raise ValueError(f"two of its columns have the name {fields[0]}")
+    row: list[str] | None = header
+    while row is not None:
+        first = reader.line_num + 1
+        record: Any = None
+        try:
+            row = next(reader, None)
+            record = dict(zip(header, row, strict=True)) if row else None
+        except csv.Error:
+            record = Bad("no valid row of a table")
+        except ValueError:
+            record = Bad("it has not as many cells as the header")
+        if record is not None:  # an empty line is no record
+            yield f"line {first}", record
+
+
+def parquet_rows(path: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    columns = [name for name in fields if name in file.schema_arrow.names][:1]
+    number = 0
+    for batch in file.iter_batches(64, columns=columns):
+        for record in batch.to_pylist() if columns else [{}] * batch.num_rows:
+            number += 1
+            yield f"row {number}", record
