@@ -125,6 +125,8 @@ def open_prepared(folder: Path) -> TokenFolder:
             shards.append(replace(shard, max_id=int(entry["largest_id"])))
             digest.update(f"{split} {entry['sha256']} ".encode())
     name, size = str(manifest["tokenizer"]["name"]), int(manifest["tokenizer"]["vocab_size"])
+    if size < 1:
+        raise ValueError(f"vocab_size {size}")
     return TokenFolder(folder, splits["train"], splits["val"], name, size, digest.hexdigest()[:16])
 
 

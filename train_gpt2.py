@@ -178,7 +178,6 @@ class Run:
         self.loader = ShardLoader(data.train, B, T, world.rank, world.size, seed)
         self.val_loader = ShardLoader(data.val, B, T)
         self.optimizer = make_optimizer(model, config, world)
-        # It does nothing without --fp16.
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
         self.step = self.old_end = 0  # steps done, and --steps of the process before
         self.val_losses: dict[int, float] = {}  # by step
