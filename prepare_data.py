@@ -63,7 +63,7 @@ class PrepareConfig:
     encoding: str = flag("", "encoding of all texts (default: found for each file)")
     shard_tokens: int = flag(100_000_000, "tokens per shard", min=2)
     val_fraction: float = flag(
-        0.01, "share of documents for validation (default: 0.01)", min=1e-5, max=0.5
+        0.01, "validation's share of documents (default: 0.01; 0.05 of Python's)", min=1e-5, max=0.5
     )
     seed: int = flag(1337, "seed for the validation split")
     workers: int = flag(os.cpu_count() or 1, "tokenizer processes (default: one per core)", min=1)

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
@@ -53,11 +54,10 @@ class Account:
 
     def lines(self) -> list[str]:
         """Return the account as text, with a line for each reason."""
-        text = "; ".join(
-            f"{self.counts[name]:,} {name}" for name in ("files", "records", "documents")
-        )
+        totals = [f"{self.counts[name]:,} {name}" for name in ("files", "records", "documents")]
         notes = self.first.items()
-        return [text, *(f"{what}: {self.counts[what]:,}, the first: {at}" for what, at in notes)]
+        lines = [f"{what}: {self.counts[what]:,}, the first: {place}" for what, place in notes]
+        return ["; ".join(totals), *lines]
 
 
 def find_files(inputs: list[str]) -> list[str]:
@@ -81,6 +81,15 @@ def find_files(inputs: list[str]) -> list[str]:
     return list(found.values())
 
 
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turn what is raised while a file is read into a UserError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"--input {path} can't be read: {error}") from error
+
+
 class Reader:
     """Reads the documents in files, in order, as often as asked."""
 
@@ -97,10 +106,8 @@ class Reader:
         self.account = Account()
         for path in self.files:
             self.account.counts["files"] += 1
-            try:
+            with readable(path):
                 yield from self.documents_in(path)
-            except (OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError) as error:
-                raise UserError(f"--input {path} can't be read: {error}") from error
 
     def documents_in(self, path: str) -> Iterator[Iterator[str]]:
         counts, note = self.account.counts, self.account.note
@@ -124,17 +131,19 @@ class Reader:
                 note(f"record skipped, {text.reason}", f"{path}, {place}{names}")
             else:
                 counts["documents"] += 1
-                yield self.blocks(text, f"{path}, {place}")
+                yield self.blocks(text, path, place)
 
-    def blocks(self, text: io.TextIOBase | str, place: str) -> Iterator[str]:
+    def blocks(self, text: io.TextIOBase | str, path: str, place: str) -> Iterator[str]:
         """Yield a document in blocks. What is no text in them is U+FFFD, as in halves of surrogate
         pairs, which JSON may hold."""
-        for block in [text] if isinstance(text, str) else iter(lambda: text.read(BLOCK), ""):
-            if not block.isascii():
-                block = block.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                if "\ufffd" in block:
-                    self.account.note("what is no text, or in another encoding, is U+FFFD", place)
-            yield block
+        with readable(path):  # a text is read here, after documents_in has passed it on
+            for block in [text] if isinstance(text, str) else iter(lambda: text.read(BLOCK), ""):
+                if not block.isascii():
+                    block = block.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                    if "\ufffd" in block:
+                        what = "what is no text, or in another encoding, is U+FFFD"
+                        self.account.note(what, f"{path}, {place}")
+                yield block
 
 
 # ---- Files and encodings -------------------------------------------------------------------------

@@ -195,8 +195,9 @@ def test_a_packed_file_is_read_whole_or_refused(tmp_path, suffix):
     flipped = bytearray(content)
     flipped[len(pack(one)) + 1] ^= 1  # in the second header
     for damaged in (content[:-9], content + b"junk", bytes(flipped)):
-        with pytest.raises(UserError, match=f"a.txt{suffix} can't be read"):
-            of(tmp_path, f"a.txt{suffix}", damaged)
+        for encoding in ("", "utf-8"):  # if one is named, only the documents are read to their end
+            with pytest.raises(UserError, match=f"a.txt{suffix} can't be read"):
+                of(tmp_path, f"a.txt{suffix}", damaged, encoding=encoding)
 
 
 def test_zstd_and_records_in_packed_files(tmp_path):
