@@ -3,12 +3,14 @@
 Only functions import torch here, since --help should not take the two seconds of that import."""
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dataloader import GPT2_TOKENS
+from dataloader import GPT2_TOKENS, MANIFEST
 from support.cli import UserError, check_values, flag, make_parser, parse, spell
 from support.tokenizer import gpt2_tokenizer
 
@@ -271,6 +273,17 @@ def python_source(model: str, weights: Any) -> str:
         return STDLIB + (weights.tokenizer.partition("-")[0] or "gpt2")
     has_gpt2 = model != "nano" and (Path(f"{STDLIB}gpt2").exists() or gpt2_tokenizer())
     return STDLIB + ("gpt2" if has_gpt2 else "bpe")
+
+
+def make_python_source(data_dir: Path):
+    """If data_dir is that of Python's source, tokenize it, unless it is there."""
+    if data_dir.name.startswith("stdlib-") and not (data_dir / MANIFEST).exists():
+        print(f"tokenizing Python's standard library into {data_dir}", flush=True)
+        program = Path(__file__).with_name("prepare_data.py")
+        tokenizer = data_dir.name.removeprefix("stdlib-")
+        command = [sys.executable, str(program), "--tokenizer", tokenizer, "--data-dir"]
+        if subprocess.call([*command, str(data_dir)]):  # it has printed why
+            raise UserError(f"{data_dir} could not be made: name other data with --data-dir")
 
 
 def muon_learning_rate(n_embd: int) -> float:

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from config import TrainConfig, read_config, resolve, to_take
+from config import TrainConfig, resolve, to_take
 from dataloader import ShardLoader, open_folder
 from model import GPT, VARLEN_BACKENDS, ComputeConfig
 from support.checkpoint import find_weights, load_weights
-from support.cli import RunError, UserError, flag, make_parser, parse, report
+from support.cli import RunError, UserError, flag, make_parser, parse, report, show
 from support.device import autocast, device_name
-from support.log import LOG, show
 from support.tokenizer import Tokenizer, find_tokenizer
 from support.world import DONE, INTERRUPTED, Stop, World, connected
 
@@ -204,10 +203,9 @@ def evaluate(typed: dict, world: World) -> str:
     """Return the figures of a run's newest checkpoint, or of other weights, as a line of text."""
     weights = find_weights(typed.pop("weights"))
     typed["compile"] = False  # an evaluation is too short for it to pay off
-    run = weights.folder.parent
-    saved = {}
-    if (run / LOG).exists():  # take this run's data and precision
-        saved = to_take(read_config(run / "config.json"), device_name(world.device))
+    state = weights.folder / "state.json"  # if they are of a run: take its data and precision
+    saved = json.loads(state.read_bytes())["flags"] if state.exists() else {}
+    saved = to_take(saved, device_name(world.device))
     config = resolve(typed, saved, weights, world)
     model = GPT(weights.shape, ComputeConfig(**config.fields_of(ComputeConfig))).to(world.device)
     load_weights(model, weights.folder)

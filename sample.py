@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from config import TrainConfig
 from evaluate import sample
 from support.checkpoint import load_model
-from support.cli import RunError, UserError, flag, make_parser, parse, report
-from support.log import show
+from support.cli import RunError, UserError, flag, make_parser, parse, report, show
 from support.world import DONE, INTERRUPTED, find_world
 
 

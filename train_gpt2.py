@@ -40,7 +40,7 @@ import evaluate
 from config import TrainConfig
 from dataloader import GPT2_TOKENS, ShardError, ShardLoader, TokenFolder, open_folder
 from model import GPT, ComputeConfig, GPTConfig
-from support import checkpoint, device, folder
+from support import checkpoint, device
 from support.log import Log, draw, find_tracker
 from support.muon import MuonAdamW
 from support.tokenizer import find_tokenizer
@@ -144,9 +144,9 @@ class Run:
         single rank is called by `together`, so that all ranks end."""
         lock, path = None, None
         state: dict = {}  # that of the checkpoint to continue
-        out_dir = world.on_main(folder.find_run, typed)  # None for a new run
+        out_dir = world.on_main(checkpoint.find_run, typed)  # None for a new run
         if out_dir:
-            lock = world.together(folder.lock, out_dir, world)
+            lock = world.together(checkpoint.lock, out_dir, world.is_main)
             path, state = world.together(checkpoint.load_newest, out_dir)
             saved = state["flags"]
         taken = flags.to_take(saved, device.device_name(world.device))
@@ -169,10 +169,10 @@ class Run:
         what = config.hellaswag, self.tokenizer, model.config.vocab_size
         self.questions = world.together(evaluate.open_questions, *what)
         if not out_dir:
-            out_dir = world.on_main(folder.make, config.out_dir)
-            lock = world.together(folder.lock, out_dir, world)
+            out_dir = world.on_main(checkpoint.make_folder, config.out_dir)
+            lock = world.together(checkpoint.lock, out_dir, world.is_main)
         self.out_dir, self.lock = out_dir, lock  # only the main rank has the lock
-        self.log = Log(out_dir, config, state.get("step", 0), world.is_main)
+        self.log = Log(out_dir, vars(config), state.get("step", 0), world.is_main)
         B, T = config.micro_batch_size, config.seq_len
         seed = config.seed if config.shuffle else None
         self.loader = ShardLoader(data.train, B, T, world.rank, world.size, seed)
@@ -219,7 +219,7 @@ def read_inputs(
     if path:
         flags.check_kept(typed, saved)
         weights = checkpoint.read_shape(path)
-    folder.make_python_source(Path(config.data_dir))
+    flags.make_python_source(Path(config.data_dir))
     data = open_folder(Path(config.data_dir))
     if weights:
         weights.check_tokens(data)

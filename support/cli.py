@@ -1,10 +1,13 @@
 """A dataclass as a command line: each field is a flag. This module does not import torch."""
 
 import argparse
+import errno
 import os
 import sys
 from dataclasses import field, fields
 from typing import Any
+
+from tqdm import tqdm
 
 
 class RunError(Exception):
@@ -51,6 +54,18 @@ def report(error: Exception) -> int:
     if os.getenv("RANK", "0") == "0" or getattr(error, "is_of_one_rank", True):
         print("error:", *str(error).split(), file=sys.stderr)
     return getattr(error, "exit_code", 1)
+
+
+def show(text: str, end: str = "\n"):
+    """Print text. Raise OSError if that fails, but not if the reader has left (`| head`)."""
+    try:
+        tqdm.write(text, end=end)  # above the bar, if there is one
+        sys.stdout.flush()
+    except OSError as error:
+        # Python flushes stdout again when it ends, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal that is closed
+            raise
 
 
 class Parser(argparse.ArgumentParser):

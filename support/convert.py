@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import torch
 
-from dataloader import GPT2_TOKENS
 from model import GPT, GPTConfig
 from support.checkpoint import SIZES, save_weights
 from support.cli import RunError, UserError, report
@@ -35,9 +34,10 @@ def convert(path: Path, folder: Path):
     except Exception as error:  # the file may hold anything
         raise UserError(f"{path} is no checkpoint of nanoGPT's: {error!r:.200}") from error
     folder.mkdir(parents=True)
-    is_gpt2 = sizes["vocab_size"] in (GPT2_TOKENS, 50304)  # both programs pad it
+    gpt2 = GPTConfig()
+    is_gpt2 = sizes["vocab_size"] in (gpt2.vocab_size, gpt2.num_rows)  # both programs pad it
     if is_gpt2:
-        sizes["vocab_size"] = GPT2_TOKENS
+        sizes["vocab_size"] = gpt2.vocab_size
     model.config = GPTConfig(**sizes)
     save_weights(folder, model, gpt2_tokenizer() if is_gpt2 else None, "")
 

@@ -1,10 +1,8 @@
 """A run's output: log.jsonl, the terminal, Weights & Biases and loss.png."""
 
-import errno
 import importlib.util
 import json
 import os
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,40 +11,28 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from config import TrainConfig
-from support.cli import UserError
+from support.cli import UserError, show
 
 LOG = "log.jsonl"
-
-
-def show(text: str, end: str = "\n"):
-    """Print text. Raise OSError if that fails, but not if the reader has left (`| head`)."""
-    try:
-        tqdm.write(text, end=end)  # above the bar, if there is one
-        sys.stdout.flush()
-    except OSError as error:
-        # Python flushes stdout again when it ends, which must not fail a second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: of a terminal that is closed
-            raise
 
 
 class Log:
     """Prints, and writes log.jsonl (one JSON record per line), on the main rank only."""
 
-    def __init__(self, out_dir: Path, config: TrainConfig, step: int, is_main: bool):
+    def __init__(self, out_dir: Path, flags: dict, step: int, is_main: bool):
         self.is_main, self.tracker = is_main, None
         if not is_main:
             return
-        if config.wandb:
+        if flags["wandb"]:
             project = os.environ.get("WANDB_PROJECT", "train_gpt2")
             library = find_tracker()
-            self.tracker = library.init(project=project, name=out_dir.name, config=vars(config))
+            self.tracker = library.init(project=project, name=out_dir.name, config=flags)
         self.file = open(out_dir / LOG, "ab+")
         self.file.seek(0)
         if self.file.read()[-1:] not in (b"", b"\n"):  # a kill has cut the last line
             self.file.write(b"\n")
-        self.bar = tqdm(total=config.steps, initial=step, leave=False, disable=None)  # no terminal
+        # disable=None: no bar unless stderr is a terminal
+        self.bar = tqdm(total=flags["steps"], initial=step, leave=False, disable=None)
 
     def print(self, text: str):
         if self.is_main:

@@ -30,7 +30,7 @@ from test_model import generate, hugging_face, tokens
 import sample
 from config import TrainConfig
 from model import GPT, GPTConfig
-from support import checkpoint, folder
+from support import checkpoint
 from support.checkpoint import (
     SUMS,
     checkpoints,
@@ -245,7 +245,7 @@ def test_a_crash_at_every_operation_of_a_save_leaves_old_or_new(tmp_path, is_dam
         assert code == 137
         assert is_whole(newest(out_dir))
         assert sum(map(is_whole, checkpoints(out_dir))) >= 2 - is_damaged
-        folder.lock(out_dir, ALONE).release()  # removes what is unfinished
+        checkpoint.lock(out_dir, True).release()  # removes what is unfinished
         assert not list(out_dir.glob("*.tmp"))
     assert at > 20 and checkpoint.step_of(newest(out_dir)) == new and len(checkpoints(out_dir)) == 2
 

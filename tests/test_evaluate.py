@@ -291,8 +291,9 @@ def test_evaluate_py_says_what_the_run_said(data_dir, tmp_path):
     said = evaluate.format_metrics(figures)
     for ranks in (1, 2):
         assert said in evaluated(tmp_path, ranks, one)
-    # other weights name their data; a run moves with its weights
     moved = shutil.copytree(one / "step_000002", tmp_path / "moved")
+    assert said in evaluated(tmp_path, 1, moved)  # a checkpoint knows its run's flags
+    (moved / "state.json").unlink()  # other weights do not
     loss = f"loss {figures['val_loss']:.4f}"
     out = evaluated(tmp_path, 1, moved, "--data-dir", data_dir, "--eval-tokens", 512)
     assert f"{loss}," in out and "hellaswag" not in out

@@ -11,8 +11,8 @@ import pytest
 from conftest import NEEDS_POSIX, ended, flags, losses, redirect, server, train
 
 from config import DEFAULTS, OF_COMMAND, TrainConfig
-from support.cli import UserError
-from support.log import LOG, Log, draw, find_tracker, read_log, show
+from support.cli import UserError, show
+from support.log import LOG, Log, draw, find_tracker, read_log
 
 CONFIG = TrainConfig(warmup_steps=0, steps=3)
 
@@ -42,7 +42,7 @@ def test_a_line_that_a_kill_has_cut_costs_that_line_alone(tmp_path):
     torn = b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo'
     for end in (b"", b"\xff\x00", b"\n", b"\0" * 4096):
         (tmp_path / LOG).write_bytes(torn + end)
-        log = Log(tmp_path, CONFIG, 1, is_main=True)
+        log = Log(tmp_path, vars(CONFIG), 1, is_main=True)
         log.record(step=2, loss=2.25)
         log.record(done=2)
         log.file.close()
@@ -52,7 +52,7 @@ def test_a_line_that_a_kill_has_cut_costs_that_line_alone(tmp_path):
 
 
 def test_only_the_main_rank_writes(tmp_path, capsys):
-    log = Log(tmp_path, CONFIG, 0, is_main=False)
+    log = Log(tmp_path, vars(CONFIG), 0, is_main=False)
     log.print("a")
     log.step({"step": 1}, "b")
     log.record(done=1)
@@ -137,7 +137,7 @@ def test_a_tracker_gets_the_figures_of_each_step(library, tmp_path, monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == library)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     config = replace(CONFIG, wandb=True)
-    log = Log(tmp_path, config, 0, is_main=True)
+    log = Log(tmp_path, vars(config), 0, is_main=True)
     log.step({"step": 1, "loss": 2.5, "grad_norm": 0.5, "none": None}, "")
     log.record(saved=1, save_s=0.1)
     log.record(step=1, val_loss=2.25, sample="text")
