@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -26,7 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, count
+from itertools import chain
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from tqdm import tqdm
 
 from dataloader import MAGIC, MANIFEST, TOKEN, VERSION
 from support.cli import RunError, UserError, flag, make_parser, parse, report
-from support.readers import Reader, find_files
+from support.readers import PIECE, Reader, find_files
 from support.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
@@ -45,13 +44,9 @@ from support.tokenizer import (
     train_tokenizer,
 )
 
-PIECE = 1 << 18  # characters to tokenize at a time, where the text has white space
-LONGEST_PIECE = 1 << 20
 SAMPLE = 1 << 24  # characters of text to train a tokenizer on
 FREE = ("data_dir", "workers")  # a repeated command may change these
 MIN_FOR_WORKERS = 1 << 22  # characters, as starting a process takes time
-# GPT-2's pattern begins a token at white space that follows a visible character.
-BOUNDARY = re.compile(r"(?<=\S)[ \t\r\n]")
 
 
 @dataclass(frozen=True)
@@ -81,34 +76,6 @@ def standard_library() -> list[str]:
 # ---- Text ----------------------------------------------------------------------------------------
 
 
-def pieces(blocks: Iterator[str]) -> Iterator[str]:
-    """Yield a document in pieces that are tokenized apart, to take little memory. No token spans a
-    cut, unless a million characters have no white space."""
-    rest = ""
-    for block in blocks:
-        text, start = rest + block, 0
-        while len(text) - start > LONGEST_PIECE:
-            found = BOUNDARY.search(text, start + PIECE, start + LONGEST_PIECE)
-            end = found.start() if found else start + LONGEST_PIECE
-            yield text[start:end]
-            start = end
-        rest = text[start:]
-    if rest:
-        yield rest
-
-
-def divided(document: Iterator[str], num_train: int) -> Iterator[tuple[str, bool, str]]:
-    """Yield a document in pieces: the split, whether it begins there, and the text. Its first
-    num_train characters are for training, the others for validation."""
-    begins = {"train": True, "val": True}
-    for piece in pieces(document):
-        for split, part in (("train", piece[:num_train]), ("val", piece[num_train:])):
-            if part:
-                yield split, begins[split], part
-                begins[split] = False
-        num_train = max(0, num_train - len(piece))
-
-
 class Text:
     """All text of a preparation, and which of it is for validation: the documents of --val-input;
     or a share of all, drawn by the seed; or, if the share is not half a document, the last tenth of
@@ -119,7 +86,10 @@ class Text:
         self.sizes = array("Q")  # of the documents, in characters
         for split, paths in files.items():
             reader = self.readers[split] = Reader(paths, config.text_field, config.encoding)
-            self.sizes.extend(sum(map(len, document)) for document in reader.documents())
+            for begins, piece in reader.pieces():
+                if begins:
+                    self.sizes.append(0)
+                self.sizes[-1] += len(piece)
         num_val = 0 if "val" in files else round(config.val_fraction * len(self.sizes))
         self.is_val = {*random.Random(config.seed).sample(range(len(self.sizes)), num_val)}
 
@@ -130,24 +100,27 @@ class Text:
         is_whole = self.is_val or "val" in self.readers
         return self.sizes[number] if is_whole else self.sizes[number] * 9 // 10
 
-    def documents(self) -> Iterator[tuple[int, Iterator[str]]]:
-        """Yield how many characters of each document are for training, and its text."""
-        number = count()
-        for split, reader in self.readers.items():
-            for document in reader.documents():
-                yield self.num_train(split, next(number)), document
-
     def batches(self) -> Iterator[tuple[str, list[tuple[bool, str]]]]:
-        """Yield the pieces of each split in batches, since a worker's answer takes time."""
+        """Yield each split's pieces, and whether a document begins there, in batches, since a
+        worker's answer takes time."""
         waiting: dict[str, list] = {"train": [], "val": []}
         num_chars = {"train": 0, "val": 0}
-        for num_train, document in self.documents():
-            for split, begins, part in divided(document, num_train):
-                waiting[split].append((begins, part))
-                num_chars[split] += len(part)
-                if num_chars[split] >= 2 * PIECE:
-                    yield split, waiting[split]
-                    waiting[split], num_chars[split] = [], 0
+        number = -1
+        for of_reader, reader in self.readers.items():
+            for begins, piece in reader.pieces():
+                if begins:
+                    number += 1
+                    num_left = self.num_train(of_reader, number)
+                cut = max(num_left, 0)
+                parts = ("train", begins, piece[:cut]), ("val", num_left >= 0, piece[cut:])
+                num_left -= len(piece)  # negative after the first piece for validation
+                for split, is_first, part in parts:
+                    if part:
+                        waiting[split].append((is_first, part))
+                        num_chars[split] += len(part)
+                    if num_chars[split] >= 2 * PIECE:
+                        yield split, waiting[split]
+                        waiting[split], num_chars[split] = [], 0
         yield from waiting.items()
 
     def sample(self, seed: int) -> Iterator[str]:
@@ -159,7 +132,7 @@ class Text:
                 num_left -= sum(len(piece) for _, piece in batch)
 
     def account(self) -> list[str]:
-        return [line for reader in self.readers.values() for line in reader.account.lines()]
+        return [line for reader in self.readers.values() for line in reader.account()]
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -182,6 +155,10 @@ def end_with_parent():
 def tokenize(batch: list[tuple[bool, str]]) -> np.ndarray:
     """Return a batch's tokens, uint16; each document begins with <|endoftext|>."""
     (tokenizer,) = TOKENIZER
+    if not tokenizer.merges:  # at once, with a byte for <|endoftext|> that UTF-8 never has
+        content = b"".join(b"\xff" * begins + text.encode() for begins, text in batch)
+        tokens = np.frombuffer(content, np.uint8).astype(TOKEN)
+        return np.where(tokens == 0xFF, TOKEN.type(tokenizer.end_of_text), tokens)
     begin, none = np.array([tokenizer.end_of_text], TOKEN), np.empty(0, TOKEN)
     parts = [none]  # the last batch may have no pieces
     for begins, text in batch:

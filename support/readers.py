@@ -1,5 +1,5 @@
 """The documents in the files of prepare_data.py --input: texts, and the records of .jsonl, .json,
-.csv, .tsv and .parquet files. An Account counts them, and what is skipped, by its reason:
+.csv, .tsv and .parquet files. A Reader counts them, and what is skipped, by its reason:
 documents + skipped records == records, and files read + skipped files == files."""
 
 import bz2
@@ -11,17 +11,21 @@ import io
 import json
 import lzma
 import os
+import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from support.cli import UserError
 
 BLOCK = 1 << 16  # bytes or characters to read at a time
 SAMPLE = 1 << 18  # bytes by which an encoding is found
+PIECE = 1 << 18  # characters of a long text to yield at a time, where it has white space
+LONGEST_PIECE = 1 << 20
+# GPT-2's pattern begins a token at white space that follows a visible character.
+BOUNDARY = re.compile(r"(?<=\S)[ \t\r\n]")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 MARKUP = (".html", ".htm", ".xml", ".ipynb", ".mbox", ".eml", ".rtf", ".srt", ".vtt")
 # Python's codecs remove these marks. UTF-16's begins one of UTF-32's.
@@ -35,29 +39,8 @@ NO_TEXT = {  # how files begin, and what they are
 }
 
 
-class Bad(NamedTuple):
-    """Stands for a record without text."""
-
-    reason: str
-
-
-class Account:
-    """Counts files, records and documents, and what is skipped or assumed, with its first place."""
-
-    def __init__(self):
-        self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-
-    def note(self, what: str, place: Any):
-        self.counts[what] += 1
-        self.first.setdefault(what, str(place))
-
-    def lines(self) -> list[str]:
-        """Return the account as text, with a line for each reason."""
-        totals = [f"{self.counts[name]:,} {name}" for name in ("files", "records", "documents")]
-        notes = self.first.items()
-        lines = [f"{what}: {self.counts[what]:,}, the first: {place}" for what, place in notes]
-        return ["; ".join(totals), *lines]
+class Bad(str):
+    """Stands for a record without text, and says why."""
 
 
 def find_files(inputs: list[str]) -> list[str]:
@@ -67,27 +50,17 @@ def find_files(inputs: list[str]) -> list[str]:
     for name in inputs:
         pattern = glob.escape(name) if os.path.lexists(name) else name
         paths = sorted(glob.glob(pattern, recursive=True))
-        folders = [path for path in paths if os.path.isdir(path)]
-        for folder in folders:
+        for folder in filter(os.path.isdir, paths[:]):
             paths += sorted(glob.glob(f"{glob.escape(folder)}/**", recursive=True))
-        files = [path for path in paths if not os.path.isdir(path)]
-        for folder in set(paths) - set(files):
+        for folder in filter(os.path.isdir, paths):
             if not os.access(folder, os.R_OK | os.X_OK):  # which glob would leave out
                 raise UserError(f"--input {folder} can't be read")
+        files = [path for path in paths if not os.path.isdir(path)]
         if not files:
             raise UserError(f"--input {name}: there is no such file")
         for file in files:
             found.setdefault(os.path.realpath(file), file)
     return list(found.values())
-
-
-@contextmanager
-def readable(path: str) -> Iterator[None]:
-    """Turn what is raised while a file is read into a UserError that names it."""
-    try:
-        yield
-    except (OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"--input {path} can't be read: {error}") from error
 
 
 class Reader:
@@ -99,51 +72,78 @@ class Reader:
         self.fields = [text_field, *(("messages", "conversations") if text_field == "text" else ())]
         self.encoding = encoding  # of all files; "": find each one's
         self.examined: dict[str, tuple[str, str]] = {}  # by file: encoding, or why to skip it
-        self.account = Account()  # of the last reading
 
-    def documents(self) -> Iterator[Iterator[str]]:
-        """Yield each document's text, in blocks. Raise UserError for a file that can't be read."""
-        self.account = Account()
+    def pieces(self) -> Iterator[tuple[bool, str]]:
+        """Yield the text of all documents in pieces, and whether a document begins there. Raise
+        UserError for a file that can't be read."""
+        self.counts = Counter(files=0, records=0, documents=0)
+        self.notes: dict[str, str] = {}  # what is skipped or assumed, and where it is first
         for path in self.files:
-            self.account.counts["files"] += 1
-            with readable(path):
-                yield from self.documents_in(path)
+            self.counts["files"] += 1
+            try:
+                yield from self.pieces_of(path)
+            except (OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError) as error:
+                raise UserError(f"--input {path} can't be read: {error}") from error
 
-    def documents_in(self, path: str) -> Iterator[Iterator[str]]:
-        counts, note = self.account.counts, self.account.note
+    def pieces_of(self, path: str) -> Iterator[tuple[bool, str]]:
         if path not in self.examined:
             self.examined[path] = examine(path, self.encoding)
         encoding, reason = self.examined[path]
         if reason:
-            note(f"file skipped, {reason}", path)
+            self.note(f"file skipped, {reason}", path)
             return
         if encoding not in ("utf-8", "utf-8-sig", self.encoding):
-            note(f"assumed the encoding {encoding}", path)
+            self.note(f"assumed the encoding {encoding}", path)
         if kind_of(path) in MARKUP:
-            note("read as text with its markup", path)
+            self.note("read as text with its markup", path)
         for place, record in records(path, encoding, self.fields):
-            counts["records"] += 1
-            text = record if isinstance(record, io.TextIOBase) else text_of(record, self.fields)
+            self.counts["records"] += 1
+            text = text_of(record, self.fields)
             if isinstance(text, Bad):
-                names = (
-                    f", whose fields are {', '.join(record)}" if isinstance(record, dict) else ""
-                )
-                note(f"record skipped, {text.reason}", f"{path}, {place}{names}")
-            else:
-                counts["documents"] += 1
-                yield self.blocks(text, path, place)
-
-    def blocks(self, text: io.TextIOBase | str, path: str, place: str) -> Iterator[str]:
-        """Yield a document in blocks. What is no text in them is U+FFFD, as in halves of surrogate
-        pairs, which JSON may hold."""
-        with readable(path):  # a text is read here, after documents_in has passed it on
-            for block in [text] if isinstance(text, str) else iter(lambda: text.read(BLOCK), ""):
-                if not block.isascii():
-                    block = block.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                    if "\ufffd" in block:
+                has = f", whose fields are {', '.join(record)}" if isinstance(record, dict) else ""
+                self.note(f"record skipped, {text}", f"{path}, {place}{has}")
+                continue
+            self.counts["documents"] += 1
+            begins = True
+            parts = pieces(text)
+            if isinstance(text, str) and len(text) <= LONGEST_PIECE:
+                parts = iter([text])  # faster
+            for piece in parts:
+                if not piece.isascii():
+                    # JSON may hold halves of surrogate pairs, which are no text.
+                    piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                    if "\ufffd" in piece:
                         what = "what is no text, or in another encoding, is U+FFFD"
-                        self.account.note(what, f"{path}, {place}")
-                yield block
+                        self.note(what, f"{path}, {place}")
+                yield begins, piece
+                begins = False
+
+    def note(self, what: str, place: str):
+        self.counts[what] += 1
+        self.notes.setdefault(what, place)
+
+    def account(self) -> list[str]:
+        """Return the counts of the last reading as text, with a line for each reason."""
+        totals = [f"{self.counts[name]:,} {name}" for name in ("files", "records", "documents")]
+        notes = self.notes.items()
+        lines = [f"{what}: {self.counts[what]:,}, the first: {place}" for what, place in notes]
+        return ["; ".join(totals), *lines]
+
+
+def pieces(text: str | io.TextIOBase) -> Iterator[str]:
+    """Yield a text in pieces that can be tokenized apart, to take little memory. No token spans a
+    cut, unless a million characters have no white space."""
+    rest = ""
+    for block in [text] if isinstance(text, str) else iter(lambda: text.read(BLOCK), ""):
+        rest, start = rest + block, 0
+        while len(rest) - start > LONGEST_PIECE:
+            found = BOUNDARY.search(rest, start + PIECE, start + LONGEST_PIECE)
+            end = found.start() if found else start + LONGEST_PIECE
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+    if rest:
+        yield rest
 
 
 # ---- Files and encodings -------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def opened(path: str) -> BinaryIO:
 
         return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
     if suffix in (".bz2", ".xz"):
-        return io.BufferedReader(Unpacked(path, suffix))  # type: ignore[arg-type]
+        return io.BufferedReader(Unpacked(path))  # type: ignore[arg-type]
     return open(path, "rb")
 
 
@@ -173,10 +173,8 @@ class Unpacked(io.RawIOBase):
     """The content of a .bz2 or .xz file: streams, with nothing but zeros after them. Python's own
     classes end without an error at whatever follows a stream."""
 
-    def __init__(self, path: str, suffix: str):
-        self.blocks = unpack(
-            path, bz2.BZ2Decompressor if suffix == ".bz2" else lzma.LZMADecompressor
-        )
+    def __init__(self, path: str):
+        self.blocks = self.unpack(path)
 
     def readable(self) -> bool:
         return True
@@ -186,22 +184,22 @@ class Unpacked(io.RawIOBase):
         buffer[: len(block)] = block
         return len(block)
 
-
-def unpack(path: str, new_decompressor: Callable) -> Iterator[bytes]:
-    """Yield what a file holds, in blocks that fit a BufferedReader's buffer."""
-    with open(path, "rb") as file:
-        data = file.read(BLOCK)
-        while data:
-            decompressor = new_decompressor()
-            while not decompressor.eof:
-                if block := decompressor.decompress(data, io.DEFAULT_BUFFER_SIZE):
-                    yield block
-                data = file.read(BLOCK) if decompressor.needs_input else b""
-                if decompressor.needs_input and not data:
-                    raise EOFError("its end is missing")
-            data = decompressor.unused_data.lstrip(b"\0")
-            while not data and (block := file.read(BLOCK)):
-                data = block.lstrip(b"\0")
+    def unpack(self, path: str) -> Iterator[bytes]:
+        """Yield what a file holds, in blocks that fit a BufferedReader's buffer."""
+        with open(path, "rb") as file:
+            data = file.read(BLOCK)
+            while data:
+                is_bz2 = path.lower().endswith(".bz2")
+                stream: Any = bz2.BZ2Decompressor() if is_bz2 else lzma.LZMADecompressor()
+                while not stream.eof:
+                    if block := stream.decompress(data, io.DEFAULT_BUFFER_SIZE):
+                        yield block
+                    data = file.read(BLOCK) if stream.needs_input else b""
+                    if stream.needs_input and not data:
+                        raise EOFError("its end is missing")
+                data = stream.unused_data.lstrip(b"\0")
+                while not data and (block := file.read(BLOCK)):
+                    data = block.lstrip(b"\0")
 
 
 def examine(path: str, encoding: str) -> tuple[str, str]:
@@ -213,7 +211,7 @@ def examine(path: str, encoding: str) -> tuple[str, str]:
     with opened(path) as file:
         head = file.read(BLOCK)
         what = next((what for start, what in NO_TEXT.items() if head.startswith(start)), "")
-        if what or not head:
+        if what or not head or head in MARKS:
             return "", what or "empty"
         found = encoding or next((MARKS[mark] for mark in MARKS if head.startswith(mark)), "")
         if b"\0" in head and not found.lower().startswith(("utf-16", "utf-32")):
@@ -264,17 +262,19 @@ def records(path: str, encoding: str, fields: list[str]) -> Iterator[tuple[str, 
             yield "text", stream
 
 
-def text_of(record: Any, fields: list[str]) -> str | Bad:
+def text_of(record: Any, fields: list[str]) -> str | io.TextIOBase:
     """Return the text of a record, which may be a chat: a list of messages."""
     value = record
     if isinstance(record, dict):
-        value = next((record[name] for name in fields if name in record), None)
+        name = next(filter(record.__contains__, fields), None)
+        value = record.get(name)
     if isinstance(value, list) and all(isinstance(message, dict) for message in value):
         messages = [(m.get("role", m.get("from")), m.get("content", m.get("value"))) for m in value]
         if all(isinstance(part, str) for message in messages for part in message):
             value = "\n\n".join(map(": ".join, messages))
-    is_known = isinstance(value, Bad) or (isinstance(value, str) and value)
-    return value if is_known else Bad(f"no text in the field {fields[0]}")  # type: ignore
+    if isinstance(value, io.TextIOBase) or (isinstance(value, str) and value):
+        return value
+    return Bad(f"no text in the field {fields[0]}")
 
 
 def parsed(text: str) -> Any:
@@ -320,21 +320,25 @@ def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterat
     # Without strict, "Hello," he said would lose its quotes.
     reader = csv.reader(chain([line], stream), delimiter=delimiter, strict=True)
     header = next(reader)
+    columns = [i for name in fields for i, cell in enumerate(header) if cell == name]
     if any(header.count(name) > 1 for name in fields):
         raise ValueError(f"two of its columns have the name {fields[0]}")
     row: list[str] | None = header
     while row is not None:
         first = reader.line_num + 1
-        record: Any = None
         try:
             row = next(reader, None)
-            record = dict(zip(header, row, strict=True)) if row else None
         except csv.Error:
-            record = Bad("no valid row of a table")
-        except ValueError:
-            record = Bad("it has not as many cells as the header")
-        if record is not None:  # an empty line is no record
-            yield f"line {first}", record
+            yield f"line {first}", Bad("no valid row of a table")
+            continue
+        if not row:  # the end, or an empty line, which is no record
+            continue
+        if len(row) != len(header):
+            yield f"line {first}", Bad("it has not as many cells as the header")
+        elif columns:
+            yield f"line {first}", row[columns[0]]
+        else:
+            yield f"line {first}", dict.fromkeys(header)
 
 
 def parquet_rows(path: str, fields: list[str]) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 import prepare_data
 from dataloader import ShardError, open_folder
+from support import readers
 from support.tokenizer import bytes_tokenizer, gpt2_tokenizer, read_tokenizer, train_tokenizer
 
 PROGRAM = prepare_data.__file__
@@ -103,8 +105,9 @@ TOKENIZERS = {
 
 
 def cut_into(patch: pytest.MonkeyPatch, piece: int):
+    for name, size in (("PIECE", piece), ("LONGEST_PIECE", 5 * piece), ("BLOCK", 7)):
+        patch.setattr(readers, name, size)
     patch.setattr(prepare_data, "PIECE", piece)
-    patch.setattr(prepare_data, "LONGEST_PIECE", 5 * piece)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", pytest.param("gpt2", marks=NEEDS_GPT2)])
@@ -116,8 +119,7 @@ def test_the_tokens_of_pieces_are_those_of_the_text(tokenizer, parts):
     with pytest.MonkeyPatch.context() as patch:
         cut_into(patch, 8)
         patch.setattr(prepare_data, "TOKENIZER", [ours])
-        blocks = (text[i : i + 7] for i in range(0, len(text), 7))
-        batch = [(i == 0, piece) for i, piece in enumerate(prepare_data.pieces(blocks))]
+        batch = [(i == 0, piece) for i, piece in enumerate(readers.pieces(io.StringIO(text)))]
         tokens = prepare_data.tokenize(batch).tolist()
     assert tokens == [ours.end_of_text] * bool(text) + ours.encode(text)
     assert all(0 < len(piece) <= 40 for _, piece in batch)

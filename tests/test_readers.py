@@ -35,14 +35,22 @@ TEXTS = {  # of languages and the encodings that their old files have
 def read(*files: Path, field: str = "text", encoding: str = "") -> tuple[list[str], Reader]:
     """Return the documents in files, and the reader, whose account must be complete."""
     reader = Reader([str(file) for file in files], field, encoding)
-    texts = ["".join(blocks) for blocks in reader.documents()]
+    texts = documents(reader)
     check(reader, texts)
-    assert texts == ["".join(blocks) for blocks in reader.documents()]  # as often as asked
+    assert texts == documents(reader)  # as often as asked
     return texts, reader
 
 
+def documents(reader: Reader) -> list[str]:
+    texts: list[str] = []
+    for begins, piece in reader.pieces():
+        texts += [""] if begins else []
+        texts[-1] += piece
+    return texts
+
+
 def check(reader: Reader, texts: list[str]):
-    counts = reader.account.counts
+    counts = reader.counts
     skipped = sum(n for what, n in counts.items() if what.startswith("record skipped"))
     assert counts["documents"] == len(texts) == counts["records"] - skipped
     assert counts["files"] == len(reader.files) and all(texts)
@@ -53,7 +61,7 @@ def of(folder: Path, name: str, content: bytes | str, **flags) -> tuple[list[str
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     texts, reader = read(path, **flags)
-    return texts, "\n".join(reader.account.lines()[1:])
+    return texts, "\n".join(reader.account()[1:])
 
 
 # ---- Which files ---------------------------------------------------------------------------------
@@ -79,13 +87,10 @@ def test_what_can_not_be_read_is_named(tmp_path):
     os.symlink("nowhere", tmp_path / "folder/broken")
     os.mkfifo(tmp_path / "folder/pipe")
     texts, reader = read(*map(Path, find_files([str(tmp_path / "folder")])))
-    assert (
-        texts == ["a"]
-        and reader.account.counts["file skipped, a broken link, a pipe or a device"] == 2
-    )
+    assert texts == ["a"] and reader.counts["file skipped, a broken link, a pipe or a device"] == 2
     (tmp_path / "folder/a.txt").unlink()
     with pytest.raises(UserError, match="a.txt can't be read"):
-        list(reader.documents()) or reader.examined.clear() or list(reader.documents())
+        documents(reader) or reader.examined.clear() or documents(reader)
 
 
 # ---- Records -------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def test_rows_of_parquet_are_documents(tmp_path):
         texts, reader = read(tmp_path / "a.parquet", field=field)
         expected = ["user: Hi\n\nassistant: Hello"] * 2 if name == "messages" else ["a", "b"]
         assert texts == ([] if (name, field) == ("body", "text") else expected)
-        assert reader.account.counts["records"] == 3
+        assert reader.counts["records"] == 3
 
 
 # ---- Packed files --------------------------------------------------------------------------------
