@@ -21,7 +21,7 @@ import sysconfig
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -211,11 +211,11 @@ class Shards:
 
     def write(self):
         """Write a shard of the tokens in parts."""
-        tokens = np.concatenate(self.parts)
-        header = np.array([MAGIC, VERSION, len(tokens)] + [0] * 253, "<i4").tobytes()
+        header = np.array([MAGIC, VERSION, self.num_tokens] + [0] * 253, "<i4")
         path = self.folder / f"{self.split}_{len(self.entries):06d}.bin"
-        write_synced(path, header, tokens.data)
-        entry = {"name": path.name, "tokens": len(tokens), "largest_id": int(tokens.max())}
+        write_synced(path, (part.tobytes() for part in [header, *self.parts]))
+        largest = max(int(part.max()) for part in self.parts)
+        entry = {"name": path.name, "tokens": self.num_tokens, "largest_id": largest}
         self.entries.append(entry | {"sha256": sha256(path)})
         self.parts, self.num_tokens = [], 0
 
@@ -228,7 +228,7 @@ def sha256(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_synced(path: Path, *contents: bytes | memoryview):
+def write_synced(path: Path, contents: Iterable[bytes]):
     """Write a file that a power failure can't lose."""
     with open(path, "wb") as file:
         for content in contents:
@@ -309,7 +309,7 @@ def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
             try:
                 unfinished.mkdir()
                 manifest = {"flags": flags} | write_folder(unfinished, Text(files, config), config)
-                write_synced(unfinished / MANIFEST, json.dumps(manifest, indent=1).encode())
+                write_synced(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
                 unfinished.rename(folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
