@@ -35,14 +35,16 @@ SCHEDULES = ("cosine", "constant", "wsd")
 @dataclass(frozen=True)
 class TrainConfig:
     """The flags of one run. The defaults suit GPT-2 124M, and RECIPES has those of other models.
-    A resumed run can't change a flag with `keep`: the network or its data would be others."""
+    A resumed run can't change a flag that is `fixed`: it would become another run."""
 
-    model: str = flag("gpt2", "recipe (default: gpt2, or nano without a GPU)", True, RECIPES)
+    model: str = flag(
+        "gpt2", "recipe (default: gpt2; nano without a GPU)", fixed=True, choices=RECIPES
+    )
     out_dir: str = flag("", "folder of the run (default: out/NNN, a new one)")
     resume: bool = flag(False, "continue the run in --out-dir")
     auto_resume: bool = flag(False, "continue the run in --out-dir, or begin it if there is none")
-    init_from: str = flag("", "initial weights: a folder, a run, or a name on the hub", True)
-    seed: int = flag(1337, "seed of the weights, the data order and samples", True)
+    init_from: str = flag("", "initial weights: a folder, a run, or a name on the hub", fixed=True)
+    seed: int = flag(1337, "seed of the weights, the data order and samples", fixed=True)
     save_every: int = flag(250, "steps between checkpoints; each evaluation saves one too")
     keep: int = flag(2, "newest checkpoints to keep, plus the best", min=1)  # in case of damage
     device: str = flag("", "cuda, cuda:1, cpu, mps, ... (default: the best)")
@@ -50,15 +52,15 @@ class TrainConfig:
     deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)")
 
     data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
-    shuffle: bool = flag(True, "reorder the sequences in each epoch", True)
-    seq_len: int = flag(1024, "tokens per sequence", True, min=1)
+    shuffle: bool = flag(True, "reorder the sequences in each epoch", fixed=True)
+    seq_len: int = flag(1024, "tokens per sequence", fixed=True, min=1)
     batch_tokens: int = flag(2**19, "tokens per step, over all ranks (first run: 65536)", min=1)
     # 20 batches, as in build-nanogpt's published curve.
     eval_tokens: int = flag(10_485_760, "validation tokens (fewer without a GPU); 0: none")
 
-    n_layer: int = flag(12, "transformer blocks", True, min=1, group="network")
-    n_head: int = flag(12, "attention heads per block", True, min=1)
-    n_embd: int = flag(768, "channels of the residual stream", True, min=1)
+    n_layer: int = flag(12, "transformer blocks", fixed=True, min=1, group="network")
+    n_head: int = flag(12, "attention heads per block", fixed=True, min=1)
+    n_embd: int = flag(768, "channels of the residual stream", fixed=True, min=1)
     dropout: float = flag(0.0, "probability of zeroing an activation", max=0.99)
 
     steps: int = flag(50, "steps (gpt2 without --data-dir: 240)", min=1, group="optimization")
@@ -73,7 +75,7 @@ class TrainConfig:
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
     beta1: float = flag(0.9, "AdamW's beta1 (0.8 with --muon); beta2 is 0.95", max=0.999)
-    muon: bool = flag(True, "Muon for the matrices of new weights; --no-muon: AdamW", True)
+    muon: bool = flag(True, "Muon for the matrices of new weights; --no-muon: AdamW", fixed=True)
 
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
     log_every: int = flag(0, "steps per printed line; 0: 1/20 of the run")
@@ -93,7 +95,7 @@ class TrainConfig:
     compile: bool = flag(True, "3: torch.compile (default: on GPUs)")
     flash: bool = flag(True, "4: attention in one fused kernel")
     # A resumed run can't change pad_vocab, which sets tensor sizes in the optimizer's state.
-    pad_vocab: bool = flag(True, "5: 50,304 embedding rows, not 50,257", True)
+    pad_vocab: bool = flag(True, "5: 50,304 embedding rows, not 50,257", fixed=True)
     fused: bool = flag(True, "6: AdamW in one kernel")
     # On an H100, bf16_residual makes a compiled step of GPT-2 124M 5% faster.
     bf16_residual: bool = flag(False, "bfloat16 residual stream (default: on GPUs)")
@@ -174,7 +176,7 @@ def read_config(path: Path) -> dict:
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a run's config.json: {error}") from error
     if unknown := saved.keys() - DEFAULTS.keys() - {"machine"}:
-        raise UserError(f"{path} has {', '.join(sorted(unknown))}, which are no flags")
+        raise UserError(f"{path} has {', '.join(sorted(unknown))}, which are not flags")
     return saved
 
 
@@ -194,7 +196,9 @@ def to_take(saved: dict, device_name: str) -> dict:
 
 def changes(saved: dict, now: dict) -> list[str]:
     """Return a line for each difference from a checkpoint with `saved`, or [] if that is empty."""
-    before, after = saved | saved.get("machine", {}), now | now["machine"]
+    if not saved:
+        return []
+    before, after = DEFAULTS | saved | saved["machine"], now | now["machine"]
     lines = []
     for name in sorted(after.keys() & before.keys() - {"machine"}):
         if after[name] != before[name]:
@@ -302,10 +306,10 @@ def first_micro_batch(flags: dict, world: Any) -> int:
     return next(size for size in range(B, 0, -1) if num_sequences % size == 0)
 
 
-def check_kept(typed: dict, saved: dict):
+def check_fixed(typed: dict, saved: dict):
     """Raise UserError if a flag that was typed would make the saved run another one."""
     for f in fields(TrainConfig):
         before = saved.get(f.name, f.default)
-        if f.metadata["keep"] and typed.get(f.name, before) != before:
+        if f.metadata["fixed"] and typed.get(f.name, before) != before:
             has = spell(f.name, before)
             raise UserError(f"{spell(f.name, typed[f.name])}: the run to resume has {has}")

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from config import TrainConfig, resolve, to_take
@@ -23,7 +22,7 @@ from dataloader import ShardLoader, open_folder
 from model import GPT, VARLEN_BACKENDS, ComputeConfig
 from support.checkpoint import find_weights, load_weights
 from support.cli import RunError, UserError, flag, make_parser, parse, report, show
-from support.device import autocast, device_name
+from support.device import autocast, device_name, to_device
 from support.tokenizer import Tokenizer, find_tokenizer
 from support.world import DONE, INTERRUPTED, Stop, World, connected
 
@@ -31,13 +30,6 @@ from support.world import DONE, INTERRUPTED, Stop, World, connected
 def random_seed(*numbers: int) -> int:
     """Return a seed for torch that depends on all of these numbers."""
     return np.random.SeedSequence(numbers).generate_state(1, np.uint64).item()
-
-
-def to_device(batch: tuple, device: torch.device) -> list[Tensor]:
-    tensors = [torch.from_numpy(array) for array in batch]
-    if device.type == "cuda":  # from pinned memory, the GPU copies while it computes
-        tensors = [tensor.pin_memory() for tensor in tensors]
-    return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ def set_backends(config: TrainConfig, world: World):
     device.set_determinism(config.deterministic or on_cpu, config.compile)
     if config.compile:
         device.tag_compiled_code(config.dtype)
-    if on_cpu and not config.recompute:  # kept memory has gaps, and who recomputes has little
+    if on_cpu and not config.recompute:  # which is for little memory: what is kept has gaps
         device.keep_freed_memory()
 
 
@@ -217,7 +217,7 @@ def read_inputs(
     weights = checkpoint.find_weights(init_from) if init_from and not path else None
     config = flags.resolve(typed, saved, weights, world)
     if path:
-        flags.check_kept(typed, saved)
+        flags.check_fixed(typed, saved)
         weights = checkpoint.read_shape(path)
     flags.make_python_source(Path(config.data_dir))
     data = open_folder(Path(config.data_dir))
@@ -315,7 +315,7 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
 
     loss_of_rank = torch.zeros((), device=world.device)
     for i in range(num_micro_batches):
-        x, y = evaluate.to_device(run.loader.next_batch(), world.device)
+        x, y = device.to_device(run.loader.next_batch(), world.device)
         # DDP averages the gradients during backward, but only the last micro-batch needs this. DDP
         # decides in forward whether to average, so both passes must be inside the context.
         with device.gradient_sync(run.net, enabled=i == num_micro_batches - 1):

@@ -5,7 +5,7 @@ A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
     vocab.json, merges.txt, tokenizer_config.json      the tokenizer, if it is known
     training.safetensors    the tensors of Run.state(), by their paths in it: optimizer/0/exp_avg
-    state.json              all that is no tensor in Run.state()
+    state.json              everything else in Run.state()
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
 It is written as step_000250.tmp, synced, and renamed, so it is complete or absent."""
 
@@ -114,6 +114,8 @@ def lock(out_dir: Path, is_main: bool) -> FileLock | None:
 def save(out_dir: Path, model: GPT, state: dict, tokenizer: Tokenizer | None, name: str):
     """Write a checkpoint of Run.state(). `name` is the tokenizer's, which may not be here."""
     path = out_dir / f"step_{state['step']:06d}"
+    if path.exists() and not damaged_file(path):  # the first step of a resume was not finite
+        return
     unfinished = path.with_suffix(".tmp")
     tensors, rest = flatten(state)
     try:
@@ -127,7 +129,7 @@ def save(out_dir: Path, model: GPT, state: dict, tokenizer: Tokenizer | None, na
         with ThreadPoolExecutor() as pool:  # to process both large files at once
             (unfinished / SUMS).write_bytes("".join(pool.map(sum_line, files)).encode())
             list(pool.map(sync, [*files, unfinished / SUMS, unfinished]))
-        if path.exists():  # it is damaged, or the run would have resumed from it
+        if path.exists():  # it is damaged
             shutil.rmtree(path)
         rename(unfinished, path)
         sync(out_dir)
@@ -272,7 +274,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, moments: dict):
     shapes = [{n: t.shape for n, t in flatten(s)[0].items()} for s in (made["state"], moments)]
     if shapes[0] != shapes[1]:
         name = min(dict(shapes[0].items() ^ shapes[1].items()))
-        raise UserError(f"the checkpoint's optimizer is another one: it differs in {name}")
+        raise UserError(f"the checkpoint is of another optimizer: it differs in {name}")
     optimizer.load_state_dict(made | {"state": moments})
 
 
@@ -333,7 +335,7 @@ def find_weights(name: str) -> Weights:
     of Hugging Face's format, or of a model on the hub. Raise UserError if there are none."""
     path = Path(name)
     if path.is_file():
-        raise UserError(f"{name} is no folder: python -m support.convert {name} FOLDER makes one")
+        raise UserError(f"{name} is a file: python -m support.convert {name} FOLDER makes one")
     if not path.is_dir():
         try:
             from huggingface_hub import snapshot_download
@@ -341,7 +343,7 @@ def find_weights(name: str) -> Weights:
             patterns = ["*.json", "*.safetensors", "merges.txt"]
             path = Path(snapshot_download(name, allow_patterns=patterns))
         except Exception as error:  # the library is missing, or fails in one of its many ways
-            raise UserError(f"{name} is no folder, nor on the hub: {error!s:.200}") from error
+            raise UserError(f"{name} is neither a folder nor on the hub: {error!s:.200}") from error
     return read_shape(newest(path) if checkpoints(path) else path)
 
 

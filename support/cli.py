@@ -23,10 +23,11 @@ class UserError(RunError):
     exit_code = 2
 
 
-def flag(default: Any, text: str, keep: bool = False, choices: Any = None, **more: Any) -> Any:
-    """Declare a dataclass field as a flag. A resumed run can't change one that has `keep`. `min`
-    (0) and `max` (2**31 - 1) limit a number. `group` begins a group of --help."""
-    return field(default=default, metadata=more | {"text": text, "keep": keep, "choices": choices})
+def flag(default: Any, text: str, **more: Any) -> Any:
+    """Declare a dataclass field as a flag. A resumed run can't change one that is `fixed`. `min`
+    (0) and `max` (2**31 - 1) limit a number, `choices` text. `group` begins a group of --help."""
+    metadata = {"fixed": False, "choices": None} | more | {"text": text}
+    return field(default=default, metadata=metadata)
 
 
 def spell(name: str, value: Any = True) -> str:

@@ -164,7 +164,7 @@ def test_the_network_takes_its_flags_and_no_other():
     assert GPTConfig(**config.fields_of(GPTConfig)) == GPTConfig(n_layer=3, n_embd=24)
     computed = ComputeConfig(dropout=0.5, recompute=True, compile=True)
     assert ComputeConfig(**config.fields_of(ComputeConfig)) == computed
-    kept = {f.name for f in fields(TrainConfig) if f.metadata["keep"]}
+    kept = {f.name for f in fields(TrainConfig) if f.metadata["fixed"]}
     assert {f.name for f in fields(GPTConfig)} - {"vocab_size"} <= kept
 
 
@@ -343,16 +343,16 @@ def test_a_config_json_repeats_a_run_or_begins_a_variant(tmp_path):
 
 def test_a_flag_that_makes_another_run_is_refused_at_a_resume():
     saved = flags.to_save(resolved("--steps 7"), MACHINE)
-    flags.check_kept({name: saved[name] for name in saved.keys() - {"machine"}}, saved)
-    kept = {f.name for f in fields(TrainConfig) if f.metadata["keep"]}
+    flags.check_fixed({name: saved[name] for name in saved.keys() - {"machine"}}, saved)
+    kept = {f.name for f in fields(TrainConfig) if f.metadata["fixed"]}
     assert {"seed", "seq_len", "n_layer", "muon", "pad_vocab", "shuffle"} <= kept
     for name, default in DEFAULTS.items():
         other = {name: not saved[name] if isinstance(default, bool) and name in saved else 12345}
         if name not in kept:
-            flags.check_kept(other, saved)
+            flags.check_fixed(other, saved)
         else:
             with pytest.raises(UserError, match=name.replace("_", "-")):
-                flags.check_kept(other, saved)
+                flags.check_fixed(other, saved)
 
 
 def test_what_changed_is_told_and_whether_the_bits_stay():

@@ -324,7 +324,7 @@ def another(name: str, value):
     return {"model": "gpt2", "init_from": "x"}.get(name) or 2 * value
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(TrainConfig) if f.metadata["keep"]])
+@pytest.mark.parametrize("name", [f.name for f in fields(TrainConfig) if f.metadata["fixed"]])
 def test_a_flag_that_makes_another_run_is_refused_at_a_resume(trial, name, capfd, monkeypatch):
     trial.copy_whole()
     monkeypatch.chdir(trial.folder)
