@@ -141,8 +141,8 @@ def test_independent_scoring(count, tmp_path):
             context, answer = question["ctx"].encode(), b" " + ending.encode()
             ids = torch.tensor([list(context + answer)[-21:]])
             with torch.no_grad():
-                log_probs = oracle(ids).logits[0].log_softmax(dim=-1)
-            scores = log_probs[:-1].gather(1, ids[0, 1:, None])
+                log_probs = oracle(ids[:, :-1]).logits[0].log_softmax(dim=-1)
+            scores = log_probs.gather(1, ids[0, 1:, None])
             likelihoods.append(scores[-len(answer) :].sum().item())
         sizes = np.array([len(ending) for ending in question["endings"]])
         best = [np.argmax(np.array(likelihoods) / divisor) for divisor in (1, sizes + 1, sizes)]

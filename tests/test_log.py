@@ -1,11 +1,9 @@
-"""Tests ../support/log.py: log.jsonl, the terminal, Weights & Biases and loss.png."""
+"""Tests ../support/log.py: log.jsonl, the terminal and loss.png."""
 
 import json
 import os
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import NEEDS_POSIX, ended, flags, losses, redirect, server, train
@@ -92,24 +90,3 @@ def test_picture(tmp_path):
         draw(tmp_path, "a run")
         assert (tmp_path / "loss.png").exists() == (text != validated)  # before the first step
         assert not (tmp_path / "loss.tmp").exists()
-
-
-# ---- Weights & Biases ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("library", ["wandb", "trackio"])
-def test_tracker(library, tmp_path, monkeypatch):
-    started, logged = [], []
-    run = SimpleNamespace(log=lambda figures, step: logged.append((step, figures)))
-    module = SimpleNamespace(init=lambda **options: started.append(options) or run)
-    monkeypatch.setitem(sys.modules, library, module)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == library)
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    config = replace(CONFIG, wandb=True)
-    log = Log(tmp_path, vars(config), 0, is_main=True)
-    log.step({"step": 1, "loss": 2.5, "grad_norm": 0.5, "none": None}, "")
-    log.record(saved=1, save_s=0.1)
-    log.record(step=1, val_loss=2.25, sample="text")
-    log.file.close()
-    assert logged == [(1, {"loss": 2.5, "grad_norm": 0.5}), (1, {"val_loss": 2.25})]
-    assert started == [{"project": "mine", "name": tmp_path.name, "config": asdict(config)}]

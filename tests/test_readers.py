@@ -68,10 +68,8 @@ def test_unreadable_files(tmp_path):
     os.symlink("nowhere", tmp_path / "folder/broken")
     os.mkfifo(tmp_path / "folder/pipe")
     texts, reader = read(*map(Path, find_files([str(tmp_path / "folder")])))
-    assert (
-        texts == ["a"]
-        and reader.account.counts["file skipped, a broken link, a pipe or a device"] == 2
-    )
+    counts = reader.account.counts
+    assert texts == ["a"] and counts["file skipped, a broken link, a pipe or a device"] == 2
     (tmp_path / "folder/a.txt").unlink()
     with pytest.raises(UserError, match="a.txt can't be read"):
         list(reader.documents()) or reader.examined.clear() or list(reader.documents())
@@ -110,9 +108,8 @@ def test_chats(tmp_path):
     lines = [json.dumps({"messages": CHAT}), json.dumps({"conversations": other})]
     lines += [json.dumps({"messages": [{"role": "user", "content": None}]})]
     texts, account = of(tmp_path, "a.jsonl", "\n".join(lines))
-    assert (
-        texts == ["user: Hi\n\nassistant: Hello", "human: Hi\n\ngpt: Yes"] and "line 3" in account
-    )
+    assert texts == ["user: Hi\n\nassistant: Hello", "human: Hi\n\ngpt: Yes"]
+    assert "line 3" in account
 
 
 @pytest.mark.parametrize(("suffix", "delimiter"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])
@@ -183,12 +180,10 @@ def test_zstd(tmp_path):
 # ---- Encodings -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
 def test_byte_order_marks(tmp_path, encoding):
     texts, account = of(tmp_path, "a.txt", "größe\r\n".encode(encoding))
-    assert texts == ["größe\r\n"] and ("assumed" in account) == encoding.startswith(
-        ("utf-16", "utf-32")
-    )
+    assert texts == ["größe\r\n"] and ("assumed" in account) == ("8" not in encoding)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +210,8 @@ def test_damaged_utf8(tmp_path):
 
 def test_named_encoding(tmp_path):
     assert of(tmp_path, "a.txt", "é".encode("cp437"), encoding="cp437") == (["é"], "")
-    assert of(tmp_path, "a.csv", "text\nü\n".encode("utf-16-le"), encoding="utf-16-le") == (
-        ["ü"],
-        "",
-    )
+    content = "text\nü\n".encode("utf-16-le")
+    assert of(tmp_path, "a.csv", content, encoding="utf-16-le") == (["ü"], "")
 
 
 @pytest.mark.parametrize(

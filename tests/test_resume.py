@@ -219,9 +219,7 @@ def limit(size: int, *_):
 def break_shards(how: str, *_):
     for path in Path("data").glob("train*.bin"):
         data = path.read_bytes()
-        path.unlink()
-        if how != "gone":
-            path.write_bytes(data[:1100] if how == "cut" else data[:1024] + b"\xff" * 2018)
+        path.write_bytes(data[:1100] if how == "cut" else data[:1024] + b"\xff" * 2018)
 
 
 NO_MEMORY, IO_ERROR = torch.OutOfMemoryError("out of memory"), OSError(errno.EIO, "I/O error")
@@ -322,15 +320,12 @@ def test_newest_and_best_are_kept(trial):
     assert trial.saved() == [12, 11, 10, 5]
 
 
-@pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_log_is_never_read(trial, how):
+def test_log_is_never_read(trial):
     """Flags and state of a resume are those of the checkpoint."""
     trial.train(kill_after=7)
     log = trial.log.read_bytes()
     trial.log.write_bytes(log.replace(b'"learning_rate": 0.01', b'"learning_rate": 0.05', 1))
-    if how == "gone":
-        trial.log.unlink()
-        (trial.out_dir / "config.json").unlink()
+    (trial.out_dir / "config.json").unlink()
     code, _, err = train(["--out-dir", "run", "--resume", "--log-every=1"], trial.folder)
     assert code == 0 and digest(trial.out_dir) == digest(trial.whole[1]), err
 
