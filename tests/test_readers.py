@@ -55,7 +55,7 @@ def test_folders_and_patterns(tmp_path, monkeypatch):
         Path(name).write_text(name)
     assert find_files(["b"]) == ["b/1.txt", "b/2.txt", "b/c/3.txt"]
     assert find_files(["b/2.txt", "b", "a [1].txt"])[:2] == ["b/2.txt", "b/1.txt"]
-    assert find_files(["*.md", "b/**/3.txt", "d.md"]) == ["d.md", "b/c/3.txt"]
+    assert find_files(["*.md", "b/**/3.txt", "./d.md"]) == ["d.md", "b/c/3.txt"]
     for name in ("nothing", "*.csv", "", "b/.git/y"):
         with pytest.raises(UserError, match="there is no such file"):
             find_files([name])

@@ -128,12 +128,12 @@ def start_rank(trial: Trial, rank: int, port: int) -> subprocess.Popen:
 @slow
 def test_ctrl_c_while_connecting(trial):
     """It ends at once, with nothing saved."""
-    process = start_rank(trial, 1, free_port())
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(20)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(3) == -signal.SIGINT
-    assert "Traceback" not in process.stderr.read() and not trial.out_dir.exists()
+    with start_rank(trial, 1, free_port()) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(3) == -signal.SIGINT
+        assert "Traceback" not in process.stderr.read() and not trial.out_dir.exists()
 
 
 @slow
