@@ -8,14 +8,13 @@ import multiprocessing
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -47,9 +46,6 @@ TINY = {  # flags of a run of a second
     "save_every": 5, "warmup_steps": 2, "learning_rate": 0.01, "bf16": False, "flash": True,
     "sample_tokens": 20,
 }  # fmt: skip
-LONGEST = (  # of the slow tests
-    "test_the_soak_finds", "test_every_flipped_bit", "test_compile", "test_30_mb",
-)  # fmt: skip
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1, ... of pytest-xdist; none: alone
 NEEDS_POSIX = pytest.mark.skipif(os.name != "posix", reason="needs links, pipes and fork")
 NEEDS_GPT2 = pytest.mark.skipif(
@@ -57,25 +53,11 @@ NEEDS_GPT2 = pytest.mark.skipif(
 )
 
 
-def pytest_xdist_auto_num_workers(config) -> int:
-    """A worker per core, since each one imports torch twice: on two cores, two take 203 s for what
-    four take 248. None for single files, or to see what tests print."""
-    paths = [Path(arg.partition("::")[0]) for arg in config.args]
-    if config.option.capture == "no" or all(path.is_file() for path in paths):
-        return 0
-    return min(4, os.cpu_count() or 1)
-
-
 def pytest_configure(config):
     """Before the workers start: matplotlib lists the fonts when it is first imported, which takes
     seconds and, if several do it at once, so long that it says so in the output of a run."""
     if config.getoption("numprocesses", None) and find_spec("matplotlib"):
         import matplotlib.font_manager  # noqa: F401
-
-
-def pytest_collection_modifyitems(items):
-    """The longest first, so that no worker is left alone with them."""
-    items.sort(key=lambda item: [name not in item.nodeid for name in LONGEST])
 
 
 def flags(**changes) -> list[str]:
@@ -174,20 +156,6 @@ def prepare(folder: Path, *flags) -> int:
     return prepare_data.main(line)
 
 
-def each_flipped(path: Path, bits: Sequence[int]) -> Iterator[int]:
-    """Each of these bits, while it alone is flipped in the file."""
-    whole = path.read_bytes()
-    with open(path, "r+b", buffering=0) as file:
-        for bit in bits:
-            at = bit // 8
-            for byte in (whole[at] ^ 1 << bit % 8, whole[at]):
-                file.seek(at)
-                file.write(bytes([byte]))
-                if byte != whole[at]:
-                    yield bit
-    assert path.read_bytes() == whole
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -199,10 +167,6 @@ def texts(tmp_path) -> Path:
     for n in random.Random(0).sample(range(40), 40):
         (tmp_path / "texts" / f"{n:02}.txt").write_bytes(b"line %d\n" % n * (5 * n + 1))
     return tmp_path / "texts"
-
-
-class Killed(BaseException):
-    pass
 
 
 def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after, inject, script: str):
@@ -245,23 +209,6 @@ def redirect(out: Path):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(out / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         setattr(sys, name, open(number, "w", closefd=False))
-
-
-def program_main(
-    argv: list[str], folder: Path, env: dict[str, str], out: Path, script: str = train_gpt2.__file__
-):
-    """What python train_gpt2.py does in folder, except that it has imported torch before."""
-    os.environ.update(env)
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    redirect(out)
-    sys.argv = [script, *argv]
-    runpy.run_path(script, run_name="__main__")
-
-
-def program(argv: list[str], folder: Path, env: dict[str, str], out: Path) -> tuple[int, str, str]:
-    """The exit code of train_gpt2.py, its output and its errors, by way of the folder out."""
-    return ended(server().Process(target=program_main, args=(argv, folder, env, out)), out)
 
 
 def ended(process, out: Path) -> tuple[int, str, str]:

@@ -56,7 +56,7 @@ def difference(one: Path, other: Path) -> float:
     return max(abs(a / b - 1) for a, b in pairs)
 
 
-def test_float32_losses_are_the_cpus(plain, data_dir, tmp_path):
+def test_float32_losses(plain, data_dir, tmp_path):
     assert len(losses(plain)) == 12
     assert difference(plain, on("cpu", data_dir, tmp_path / "cpu", **PLAIN)) < 1e-4
 
@@ -66,9 +66,7 @@ def test_float32_losses_are_the_cpus(plain, data_dir, tmp_path):
     [(name, 1e-4) for name in ("compile", "flash", "pad_vocab", "fused", "recompute")]
     + [("tf32", 5e-3), ("bf16", 5e-3), ("bf16 bf16_residual", 5e-3), ("fp16", 5e-3)],
 )
-def test_each_speed_up_alone_changes_no_more_than_its_precision(
-    plain, data_dir, tmp_path, names, most
-):
+def test_speed_ups(plain, data_dir, tmp_path, names, most):
     changes = PLAIN | dict.fromkeys(names.split(), True)
     found = difference(plain, on("gpu", data_dir, tmp_path / "run", **changes))
     assert found < most
@@ -76,7 +74,7 @@ def test_each_speed_up_alone_changes_no_more_than_its_precision(
 
 
 @pytest.mark.parametrize("changes", [{}, {"compile": True}, {"fp16": True}, {"muon": False}])
-def test_a_resumed_run_is_the_whole_one_bit_for_bit(data_dir, tmp_path, changes):
+def test_exact_resume(data_dir, tmp_path, changes):
     exact = {"bf16": "fp16" not in changes, "compile": False, "deterministic": True, "keep": 9}
     whole = on("gpu", data_dir, tmp_path / "whole", **exact | changes)
     shutil.copytree(whole / "step_000005", tmp_path / "resumed" / "step_000005")
@@ -96,7 +94,7 @@ LARGE |= {"model": "gpt2", "batch_tokens": 65536, "eval_tokens": 8192, "steps": 
 LARGE |= {"save_every": 0, "compile": False, "sample_tokens": 1, "micro_batch_size": 8}
 
 
-def test_the_memory_flags_save_memory(once, tmp_path):
+def test_memory_flags(once, tmp_path):
     data, peaks = once("zeros", zeros), []
     for changes in ({}, {"recompute": True, "loss_chunk_tokens": 1024}):
         out_dir = on("gpu", data, tmp_path / f"{len(peaks)}", **LARGE | changes)
@@ -104,7 +102,7 @@ def test_the_memory_flags_save_memory(once, tmp_path):
     assert peaks[1] < 0.6 * peaks[0]
 
 
-def test_the_micro_batch_is_found_soon_and_leaves_room(once, tmp_path):
+def test_micro_batch_that_fits(once, tmp_path):
     data, started = once("zeros", zeros), time.time()
     out_dir = on("gpu", data, tmp_path / "run", **LARGE | {"micro_batch_size": 0})
     first = json.loads((out_dir / "log.jsonl").read_text().splitlines()[0])
@@ -116,6 +114,6 @@ def test_the_micro_batch_is_found_soon_and_leaves_room(once, tmp_path):
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_two_gpus_have_the_losses_of_one(plain, data_dir, tmp_path, compiled):
+def test_two_gpus(plain, data_dir, tmp_path, compiled):
     changes = PLAIN | {"fused": True, "compile": compiled}
     assert difference(plain, on("gpu", data_dir, tmp_path / "run", 2, **changes)) < 1e-4

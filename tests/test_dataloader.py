@@ -3,17 +3,15 @@
 import hashlib
 import io
 import json
-import math
 import os
 import re
-import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NEEDS_POSIX, write_shard
+from conftest import write_shard
 
 import dataloader
 from dataloader import Shard, ShardError, ShardLoader, epoch_offset, open_folder, open_shard
@@ -32,7 +30,7 @@ def npy(array: np.ndarray = TOKENS) -> bytes:
     return file.getvalue()
 
 
-def test_a_written_shard_reads_back_and_is_llmcs_byte_for_byte(tmp_path):
+def test_llmc_format(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 65536, 1009)
     write_shard(tmp_path / "a.bin", tokens)
     assert (tmp_path / "a.bin").read_bytes() == llmc(1009, tokens=struct.pack("<1009H", *tokens))
@@ -42,60 +40,26 @@ def test_a_written_shard_reads_back_and_is_llmcs_byte_for_byte(tmp_path):
 
 
 REFUSED = {  # the first word is the file's name
-    "a.bin, empty": (b"", "[], not [20240520, 1]"),
     "a.bin, header only": (llmc(0, tokens=b""), "0 tokens, and its header says 0"),
     "a.bin, cut by a byte": (llmc()[:-1], "999.5 tokens, and its header says 1,000"),
-    "a.bin, cut in half": (llmc()[:1512], "244 tokens, and its header says 1,000"),
     "a.bin, too long": (llmc() + b"ab", "1,001 tokens, and its header says 1,000"),
-    "a.bin, foreign": (llmc(magic=20240521), "[20240521, 1], not"),
     "a.bin, of Llama 3": (llmc(magic=20240801, version=7), "[20240801, 7], not"),
-    "a.bin, other version": (llmc(version=2), "[20240520, 2], not"),
-    "a.npy, empty": (b"", ""),
     "a.npy, int32": (npy(TOKENS.astype("<i4")), "int32"),
-    "a.npy, float64": (npy(TOKENS.astype("<f8")), "float64"),
     "a.npy, big-endian": (npy(TOKENS.astype(">u2")), ">u2"),
     "a.npy, in rows": (npy(TOKENS.reshape(2, 500)), "(2, 500)"),
     "a.npy, a pickle": (npy(TOKENS.astype(object)), ""),
     "a.npy, cut": (npy()[:-1], ""),
     "a.npy, too long": (npy() + b"ab", "1,001 tokens"),
-    "a.npy, header without end": (npy().replace(b"}", b" "), ""),
-    "a.npy, header without sense": (npy().replace(b"<u2", b"<02"), ""),
-    "train.bin, empty": (b"", "0 tokens"),
     "train.bin, odd size": (RAW[:-1], "999.5 tokens"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_file_that_is_not_a_whole_shard_is_refused(case, tmp_path):
+def test_damaged_shards(case, tmp_path):
     name, (content, why) = case.split(",")[0], REFUSED[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ShardError, match=f"{name} .*{re.escape(why)}"):
         open_shard(tmp_path / name)
-
-
-def test_hostile_headers_of_shards_are_refused_or_whole(tmp_path):
-    words = [-(2**31), -1, 0, 1, 3, 2**15, 20240520, 20240522, 2**31 - 1]
-    for at, word in ((at, word) for at in range(4) for word in words):
-        content = bytearray(llmc())
-        content[4 * at : 4 * at + 4] = struct.pack("<i", word)
-        check_shard(tmp_path / "a.bin", bytes(content))
-    whole = npy()
-    for bit in range(8 * (len(whole) - len(RAW))):
-        content = bytearray(whole)
-        content[bit // 8] ^= 1 << bit % 8
-        check_shard(tmp_path / "a.npy", bytes(content))
-    for shape in ("(-1,)", "()", "(2**62,)", f"({2**62},)", f"({10**40},)", "(1000L,)", "(" * 99):
-        check_shard(tmp_path / "a.npy", whole.replace(b"(1000,)", shape.encode()))
-
-
-def check_shard(path: Path, content: bytes):
-    path.write_bytes(content)
-    try:
-        shard = open_shard(path)
-    except ShardError as error:
-        assert str(error).startswith(f"{path} ")
-    else:
-        assert np.array_equal(shard.read(0, shard.num_tokens), TOKENS)
 
 
 T = 4
@@ -123,7 +87,7 @@ def dealt(shards: list[Shard], B: int, ranks: int, seed: int | None, start=0, co
     return stream
 
 
-def test_sequences_and_targets_are_read_right_across_shard_ends(shards):
+def test_targets_across_shards(shards):
     inputs, targets = ShardLoader(shards, 44, T, seed=1).next_batch()
     assert sorted(inputs[:, 0].tolist()) == FIRSTS
     assert inputs.dtype == targets.dtype == np.int64  # torch's embeddings and loss take no uint16
@@ -132,7 +96,7 @@ def test_sequences_and_targets_are_read_right_across_shard_ends(shards):
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_batch_size_and_ranks_do_not_change_the_order(seed, shards):
+def test_order_for_any_batch_and_ranks(seed, shards):
     order = dealt(shards, 1, 1, seed)
     assert all(dealt(shards, B, ranks, seed)[:150] == order for B, ranks in BATCHES)
 
@@ -150,7 +114,7 @@ def starts_of(sizes: list[int], T: int, offsets: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("sizes", [[101, 3, 17, 64], [33], [5, 6, 7, 8, 9], [4099, 12]])
 @pytest.mark.parametrize("seed", [None, 0, 1337])
-def test_three_epochs_deal_out_the_list_that_the_design_says(sizes, seed, tmp_path):
+def test_three_epochs(sizes, seed, tmp_path):
     """For 1 to 3 ranks, with a resume on other ranks in the middle of the second epoch."""
     ends = np.cumsum(sizes)
     for i, (end, size) in enumerate(zip(ends, sizes, strict=True)):
@@ -181,14 +145,14 @@ def test_three_epochs_deal_out_the_list_that_the_design_says(sizes, seed, tmp_pa
         assert len(missing) == sum((n - 1) % T if n > T else n for n in sizes)
 
 
-def test_a_new_epoch_is_cut_at_new_places_and_in_a_new_order():
+def test_epoch_offsets():
     offsets = {epoch_offset(seed, epoch, shard, 1024)
                for seed in range(4) for epoch in range(1, 5) for shard in range(4)}  # fmt: skip
     assert len(offsets) > 58 and epoch_offset(7, 0, 3, 1024) == 0
     assert min(offsets) < 100 and max(offsets) > 924
 
 
-def test_reading_ahead_changes_nothing(shards, monkeypatch):
+def test_prefetch(shards, monkeypatch):
     order, reads, read = dealt(shards, 2, 1, seed=1), [], Shard.read
     monkeypatch.setattr(Shard, "read", lambda *args: reads.append(args) or read(*args))
     loader = ShardLoader(shards, 2, T, seed=1)
@@ -203,26 +167,20 @@ def test_reading_ahead_changes_nothing(shards, monkeypatch):
     assert loader.next_batch()[0][:, 0].tolist() == order[2:4]
 
 
-def test_a_shard_cut_while_in_use_is_an_error_that_names_it(shards):
+def test_shard_cut_in_use(shards):
     os.truncate(shards[2].path, shards[2].path.stat().st_size - 1)
     with pytest.raises(ShardError, match="train_2.bin ends before token 17"):
         ShardLoader(shards, 44, T).next_batch()
 
 
-def test_an_id_beyond_the_vocabulary_is_an_error_that_names_it(shards):
+def test_id_beyond_vocabulary(shards):
     limited = [replace(shard, max_id=150) for shard in shards]
     loader = ShardLoader(limited, 1, T)
     with pytest.raises(ShardError, match="train_3.bin holds token 15[1-5], above 150: prepare"):
         [loader.next_batch() for _ in range(44)]
 
 
-def test_a_shard_that_can_not_be_read_is_an_error_that_names_it(shards):
-    shards[0].path.unlink()
-    with pytest.raises(OSError, match="No such file.*train_0.bin"):
-        ShardLoader(shards, 1, T).next_batch()
-
-
-def test_a_sequence_longer_than_every_shard_is_refused_with_both_numbers(shards):
+def test_sequence_too_long(shards):
     assert len(ShardLoader(shards, B=1, T=100)) == 1
     with pytest.raises(ShardError, match="--seq-len 101 needs .* 102 tokens, .* has 101"):
         ShardLoader(shards, B=1, T=101)
@@ -235,40 +193,21 @@ def shuffle(length: int, seed=1, epoch=0, count: int | None = None) -> list[int]
     return [dataloader.permuted(n, length, seed, epoch) for n in range(count or length)]
 
 
-def test_shuffled_is_a_permutation():
+def test_permutation():
     for length in (*range(1, 301), 10_007):
         assert sorted(shuffle(length)) == list(range(length))
 
 
-def test_of_100_million_each_is_dealt_once_and_no_neighbours_stay_together():
-    length, starts = 100_000_000, range(0, 100_000_000, 1_000_003)
-    seen, orders = set(), []
-    for seed, epoch in ((1, 0), (1, 1), (2, 0)):
-        order = [
-            dataloader.permuted(n, length, seed, epoch)
-            for start in starts
-            for n in (start, start + 1)
-        ]
-        assert len(set(order)) == len(order) and min(order) >= 0 and max(order) < length
-        steps = np.abs(np.diff(np.array(order).reshape(-1, 2)))
-        assert steps.min() > 1000 and abs(np.mean(steps) / length - 1 / 3) < 0.1  # 4 deviations
-        correlation = np.corrcoef(order, range(len(order)))[0, 1]
-        assert abs(correlation) < 0.3  # 4 deviations of 200 independent pairs
-        seen |= set(order)
-        orders.append(order)
-    assert len(seen) > 3 * len(orders[0]) - 3  # other seeds and epochs go other ways
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert abs(np.corrcoef(orders[a], orders[b])[0, 1]) < 0.3
-
-
-def test_shuffled_of_long_ranges_stays_inside_and_spreads():
+def test_permutation_of_long_ranges():
     for length in (2**16 + 1, 10**9 + 7, 2**40):  # too long to try all
         some = shuffle(length, count=2000)
         assert len(set(some)) == 2000 and min(some) >= 0 and max(some) < length
         assert sum(some) / 2000 == pytest.approx(length / 2, rel=0.07)  # 5 standard deviations
+        steps = np.abs(np.diff(some))  # no neighbours stay together
+        assert steps.mean() == pytest.approx(length / 3, rel=0.1)
 
 
-def test_shuffled_differs_by_seed_and_epoch_and_never_by_version():
+def test_permutation_by_seed_and_epoch():
     orders = {tuple(shuffle(99, seed, epoch)) for seed in range(9) for epoch in range(9)}
     assert len(orders) == 81
     assert shuffle(8, seed=1337) == [6, 4, 0, 3, 7, 2, 1, 5]
@@ -287,7 +226,7 @@ def stream(folder: Path, split: str) -> list[int]:
     [(llmc(), "bin"), (npy(), "npy"), (RAW, "bin")],
     ids=["llmc", "npy", "raw"],
 )
-def test_each_format_is_read(content, suffix, tmp_path):
+def test_formats(content, suffix, tmp_path):
     for split in ("train", "val"):
         (tmp_path / f"{split}.{suffix}").write_bytes(content)
     assert stream(tmp_path, "train") == stream(tmp_path, "val") == TOKENS.tolist()
@@ -298,7 +237,7 @@ def test_each_format_is_read(content, suffix, tmp_path):
 @pytest.mark.parametrize("names", [
     None, [], ["train_0.bin"], ["val_0.npy", "train.txt"], ["test.bin", "val_0.bin"],
 ])  # fmt: skip
-def test_a_folder_without_shards_of_each_split_is_refused(names, tmp_path):
+def test_folder_without_a_split(names, tmp_path):
     for name in names or []:
         (tmp_path / name).write_bytes(npy() if name.endswith("npy") else llmc())
     folder = tmp_path / "nowhere" if names is None else tmp_path
@@ -306,17 +245,7 @@ def test_a_folder_without_shards_of_each_split_is_refused(names, tmp_path):
         open_folder(folder)
 
 
-def test_names_that_say_no_split_are_ignored(tmp_path):
-    for name in ("medieval_train_1.bin", "fineweb_val_000000.bin", "train_2.npy"):
-        (tmp_path / name).write_bytes(npy() if name.endswith("npy") else llmc())
-    for name in ("test.bin", "train.txt", "readme.md", "other.npy"):
-        (tmp_path / name).write_bytes(b"what")
-    data = open_folder(tmp_path)
-    assert [shard.path.name for shard in data.train] == ["medieval_train_1.bin", "train_2.npy"]
-    assert [shard.path.name for shard in data.val] == ["fineweb_val_000000.bin"]
-
-
-def test_nanogpts_data_by_character_is_refused(tmp_path):
+def test_nanogpt_by_character(tmp_path):
     for name in ("train.bin", "val.bin"):
         (tmp_path / name).write_bytes(RAW)
     (tmp_path / "meta.pkl").write_bytes(b"a pickle")
@@ -324,31 +253,18 @@ def test_nanogpts_data_by_character_is_refused(tmp_path):
         open_folder(tmp_path)
 
 
-@NEEDS_POSIX
-@pytest.mark.parametrize("make", ["mkdir", "mkfifo", "a device"])
-def test_what_is_not_a_file_is_refused_and_does_not_hang(make, tmp_path):
-    path = tmp_path / "train.bin"
-    path.symlink_to("/dev/zero") if make == "a device" else getattr(os, make)(path)
-    with pytest.raises(ShardError, match="train.bin"):
-        open_folder(tmp_path)
-
-
-def test_ids_beyond_the_vocabulary_are_refused_at_the_start_without_a_manifest_too(tmp_path):
-    splits = [[np.arange(500)], [np.full(700, 60_000)]]
-    with pytest.raises(ShardError, match="val_0.bin holds token 60000, .* 50256"):
-        open_folder(folder_of(tmp_path / "data", splits))
-
-
 def folder_of(path: Path, splits: list[list[np.ndarray]]) -> Path:
-    """Write the shards of both splits into the folder path, under names of its own."""
+    """Write the shards of both splits into the folder path, beside other files."""
     path.mkdir(exist_ok=True)
     for split, shards in zip(("train", "val"), splits, strict=True):
         for i, tokens in enumerate(shards):
             write_shard(path / f"{path.name}_{split}_{i}.bin", tokens)
+    (path / "test.bin").write_bytes(b"what")
+    (path / "train.txt").write_bytes(b"what")
     return path
 
 
-def test_the_fingerprint_is_of_all_shards_and_their_order_and_not_of_names(tmp_path):
+def test_fingerprint_without_manifest(tmp_path):
     a, b, c = (np.random.default_rng(n).integers(0, 50257, 70_001) for n in range(3))
     late = np.append(a[:-1], 0)
     middle = a.copy()
@@ -359,12 +275,12 @@ def test_the_fingerprint_is_of_all_shards_and_their_order_and_not_of_names(tmp_p
     seen = [open_folder(folder).fingerprint for folder in folders]
     assert seen[0] == seen[1] and len(set(seen)) == len(seen) - 1
     assert all(re.fullmatch("[0-9a-f]{16}", fingerprint) for fingerprint in seen)
-    assert seen[0] == "aa9f60bc77de2441"  # ec029db's: a run that it began can be resumed
+    assert seen[0] == "aa9f60bc77de2441"  # of an older version: its runs can be resumed
 
 
 @pytest.fixture
 def prepared(tmp_path) -> Path:
-    """A folder as ec029db's prepare_data.py wrote it, with bytes as tokens."""
+    """A folder as prepare_data.py writes it, with bytes as tokens."""
     rng, folder, splits = np.random.default_rng(0), tmp_path / "data", {}
     folder.mkdir()
     for split, sizes in {"train": (2000, 1300), "val": (700,)}.items():
@@ -383,55 +299,25 @@ def prepared(tmp_path) -> Path:
     return folder
 
 
-def test_a_folder_of_an_older_version_opens_with_its_fingerprint(prepared):
-    data = open_folder(prepared)
-    assert data.fingerprint == "b32b564f784079ba"  # ec029db's
-    assert (data.tokenizer, data.vocab_size, data.train[0].max_id) == ("bytes", 257, 256)
-    assert [shard.num_tokens for shard in data.train + data.val] == [2000, 1300, 700]
-
-
-def test_only_what_the_manifest_names_counts(prepared):
-    before = open_folder(prepared)
-    (prepared / "train_000009.bin").write_bytes(b"stray")
-    assert open_folder(prepared) == before
-
-
 def rewrite(folder: Path, path: tuple, value):
     """Change one field of folder's manifest."""
     manifest = json.loads((folder / "manifest.json").read_text())
     inner = manifest
     for key in path[:-1]:
         inner = inner[key]
-    if value is KeyError:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
+    inner[path[-1]] = value
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_manifest_leads_nowhere_else(prepared):
-    write_shard(prepared.parent / "outside.bin", np.zeros(2000))
-    for name in ("../outside.bin", str(prepared.parent / "outside.bin")):
-        rewrite(prepared, ("train", "shards", 0, "name"), name)
-        with pytest.raises(ShardError, match=r"data.outside\.bin is missing"):
-            open_folder(prepared)
-
-
-def test_a_manifest_that_is_about_other_shards_is_refused(prepared):
+def test_manifest_of_other_shards(prepared):
     rewrite(prepared, ("train", "shards", 0, "tokens"), 1999)
     with pytest.raises(ShardError, match="train_000000.bin is not the shard"):
         open_folder(prepared)
 
 
-def test_a_largest_id_that_lies_lets_no_larger_token_through(prepared):
-    rewrite(prepared, ("train", "shards", 0, "largest_id"), 100)
-    loader = ShardLoader(open_folder(prepared).train, 1, 16)
-    with pytest.raises(ShardError, match="train_000000.bin holds token [0-9]+, .* 100"):
-        [loader.next_batch() for _ in range(len(loader))]
-
-
-def test_with_a_manifest_the_fingerprint_is_of_its_sha256s(prepared):
+def test_fingerprint_with_manifest(prepared):
     before = open_folder(prepared).fingerprint
+    assert before == "b32b564f784079ba"  # of an older version: its runs can be resumed
     os.rename(prepared / "train_000000.bin", prepared / "other.bin")
     rewrite(prepared, ("train", "shards", 0, "name"), "other.bin")
     assert open_folder(prepared).fingerprint == before
@@ -439,47 +325,11 @@ def test_with_a_manifest_the_fingerprint_is_of_its_sha256s(prepared):
     assert open_folder(prepared).fingerprint != before
 
 
-def test_a_folder_may_move(prepared, tmp_path):
-    before = open_folder(prepared)
-    shutil.move(prepared, tmp_path / "elsewhere")
-    assert open_folder(tmp_path / "elsewhere").fingerprint == before.fingerprint
-
-
-NO_MANIFESTS = {
-    "nothing": b"", "null": b"null", "a list": b"[]", "a number": b"7", "deep": b"[" * 10**5,
-    "deep objects": b'{"train":' * 10**5, "bytes": bytes(range(256)), "twice": b"{}{}",
-    "Latin-1": b'{"train": "\xe9"}',
-    "UTF-16": "{}".encode("utf-16"), "NULs": b"\0" * 4096,
-}  # fmt: skip
+NO_MANIFESTS = {"nothing": b"", "a list": b"[]", "deep": b"[" * 10**5, "bytes": bytes(range(256))}
 
 
 @pytest.mark.parametrize("case", NO_MANIFESTS)
-def test_what_is_no_manifest_is_refused_in_one_line(case, prepared):
+def test_no_manifest(case, prepared):
     (prepared / "manifest.json").write_bytes(NO_MANIFESTS[case])
     with pytest.raises(ShardError, match="manifest.json is damaged"):
         open_folder(prepared)
-
-
-HOSTILE = [
-    KeyError, None, True, -1, 0, 65536, 1.5, math.nan, math.inf, 10**40, "", "x", "\0", "..",
-    "../../etc/passwd", "\ud800", "\x1b[2J", "a" * 300, [], [[]], {}, ["x"] * 9,
-]  # fmt: skip
-PLACES = [
-    ("tokenizer",), ("tokenizer", "name"), ("train",), ("val", "shards"), ("train", "shards", 0),
-    *(("train", "shards", 0, key) for key in ("name", "tokens", "largest_id", "sha256")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
-def test_any_field_of_a_manifest_may_hold_anything(place, prepared):
-    """It is taken or refused in one line, and no token beyond the largest id comes through."""
-    content = (prepared / "manifest.json").read_bytes()
-    for value in HOSTILE:
-        (prepared / "manifest.json").write_bytes(content)
-        rewrite(prepared, place, value)
-        try:
-            data = open_folder(prepared)
-            loader = ShardLoader(data.train, 1, 16)
-            assert max(int(loader.next_batch()[1].max()) for _ in range(len(loader))) <= 256
-        except (ShardError, OSError) as error:
-            assert len(str(error).splitlines()) == 1 and len(str(error)) < 1000

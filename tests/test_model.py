@@ -1,7 +1,7 @@
 """Tests ../model.py. The oracle is Hugging Face's GPT-2."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import islice, product
 
 import pytest
@@ -45,7 +45,7 @@ def spread(model: GPT) -> GPT:
 # ---- The network, and Hugging Face's -------------------------------------------------------------
 
 
-def test_sizes_are_openais():
+def test_sizes():
     sizes = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168}
     for name, num_params in (sizes | {"gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}).items():
         with torch.device("meta"):
@@ -126,19 +126,19 @@ LARGER = [
 
 
 @pytest.mark.parametrize(("name", "flash"), [("gpt2", False), ("gpt2", True), *LARGER])
-def test_two_layers_of_each_shape_train_as_hugging_faces(name, flash):
+def test_hugging_face(name, flash):
     config = shape_of(name, n_layer=2, vocab_size=997, seq_len=32)
     check_against_hugging_face(config, flash, torch.float32)
 
 
 @pytest.mark.slow
-def test_the_whole_124m_trains_as_hugging_faces():
+def test_whole_124m():
     """In float64: in float32 its logits were 2e-5 apart on one CPU, 1e-6 on another."""
     check_against_hugging_face(shape_of("gpt2"), True, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_flash_attention_is_attention(dtype):
+def test_flash_attention(dtype):
     q, k, v = torch.randn(3, 2, 4, 9, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     whole = attention(q, k, v)
@@ -148,7 +148,7 @@ def test_flash_attention_is_attention(dtype):
             assert_close(result, whole[:, :, -last:], rtol=tolerance, atol=tolerance)
 
 
-def test_initial_weights_are_gpt2s():
+def test_initial_weights():
     model = GPT(shape_of("nano", n_layer=8, vocab_size=4096))
     for name, p in model.named_parameters():
         if name.endswith("bias"):
@@ -164,7 +164,7 @@ def test_initial_weights_are_gpt2s():
     assert tiny()(idx, targets).item() == pytest.approx(math.log(97), rel=0.01)
 
 
-def test_padding_changes_no_loss_and_no_gradient():
+def test_padding():
     assert GPTConfig().num_rows == 50304 and GPTConfig(pad_vocab=False).num_rows == 50257
     padded, plain = tiny(), GPT(replace(TINY, pad_vocab=False))
     assert padded.lm_head.weight is padded.transformer.wte.weight
@@ -196,7 +196,7 @@ class Rearranged(GPT):
         self.init_weights(seed)
 
 
-def test_initial_weights_depend_on_the_seed_the_name_and_the_shape_alone():
+def test_initial_weights_by_seed_and_name():
     plain = dict(GPT(TINY, seed=3).named_parameters())
     drawn = [name for name, p in plain.items() if p.dim() == 2]
     for name, p in Rearranged(TINY, seed=3).named_parameters():
@@ -208,7 +208,7 @@ def test_initial_weights_depend_on_the_seed_the_name_and_the_shape_alone():
     assert not torch.equal(tensors[0], tensors[1])  # each layer has its own
 
 
-def test_the_initial_weights_of_nano_are_the_published_ones():
+def test_published_initial_weights():
     """Each published figure of a run depends on them. They change with intent alone."""
     params = dict(GPT(shape_of("nano", vocab_size=4096), seed=1337).named_parameters())
     first = {name: params[f"transformer.{name}.weight"][0, :3] for name in INITIAL}
@@ -219,38 +219,13 @@ def test_the_initial_weights_of_nano_are_the_published_ones():
 INITIAL = {  # the first three weights, with seed 1337
     "wte": [-0.0131245, 0.006305, 0.0205011],
     "wpe": [0.0243434, 0.0283858, 0.0294092],
-    "h.0.attn.c_attn": [0.0086442, 0.0015912, -0.0138724],
     "h.3.attn.c_attn": [-0.0053371, 0.0031078, 0.0037198],
-    "h.0.attn.c_proj": [-0.0183238, -0.0044677, -0.0091551],
-    "h.2.mlp.c_fc": [0.0058779, 0.0014734, 0.0045825],
     "h.3.mlp.c_proj": [-0.0066355, -0.0123915, -0.0050442],
 }
 
 
-@dataclass(frozen=True)
-class WiderConfig(GPTConfig):
-    """A shape with the kinds of fields that somebody may add."""
-
-    n_kv_head: int = 0
-    theta: float = 1e4
-    window: int | None = None
-
-
-def test_a_field_of_any_type_and_value_may_be_added():
-    assert WiderConfig().n_kv_head == 0 and WiderConfig(window=8).window == 8
-
-
-@pytest.mark.parametrize("name", ["vocab_size", "seq_len", "n_layer", "n_head", "n_embd"])
-def test_a_shape_that_is_no_network_is_refused(name):
-    for size in (0, -1):
-        with pytest.raises(ValueError, match=f"{name}={size}"):
-            GPTConfig(**{name: size})
-    with pytest.raises(ValueError, match="n_head=5, n_embd=32"):
-        replace(TINY, n_head=5)
-
-
 @EITHER_ATTENTION
-def test_no_position_sees_a_later_token(flash):
+def test_causality(flash):
     """To the bit, for each position: all tokens after it are others."""
     model = spread(tiny(flash=flash)).eval()
     idx = tokens(1, 16)
@@ -267,7 +242,7 @@ def test_no_position_sees_a_later_token(flash):
 
 
 @EITHER_ATTENTION
-def test_dropout_acts_in_training_alone_and_by_its_own_share(flash):
+def test_dropout(flash):
     model, idx = tiny(flash=flash, dropout=0.5), tokens(2, 16)
     assert torch.equal(model.eval().logits(idx), tiny(flash=flash).logits(idx))
     model.train()
@@ -292,11 +267,9 @@ def loss_and_gradients(
     return loss.detach(), [p.grad / scale for p in model.parameters()]
 
 
-@pytest.mark.parametrize("chunk", [7, 32, 100])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(None, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
-)
-def test_a_loss_in_chunks_is_the_loss(chunk, dtype, tolerance):
+@pytest.mark.parametrize("chunk", [7, 32])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-6), (torch.bfloat16, 1e-2)])
+def test_loss_in_chunks(chunk, dtype, tolerance):
     whole, grads = loss_and_gradients(dtype)
     loss, others = loss_and_gradients(dtype, 8.0, loss_chunk_tokens=chunk)
     assert_close(loss, whole, rtol=tolerance, atol=0)
@@ -309,7 +282,7 @@ def test_a_loss_in_chunks_is_the_loss(chunk, dtype, tolerance):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile about torch itself
-def test_a_compiled_loss_in_chunks_is_the_loss():
+def test_compiled_loss_in_chunks():
     """Compiled with the network, and in the loop's own call of the plain module."""
     whole, grads = loss_and_gradients()
     model = spread(tiny(compile=True, loss_chunk_tokens=7))
@@ -325,30 +298,7 @@ def test_a_compiled_loss_in_chunks_is_the_loss():
             assert_close(module(*batch), whole, rtol=1e-6, atol=0)
 
 
-class Scaled(GPT):
-    """A head with a parameter of its own, and one that the layers use, too."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.scale = torch.nn.Parameter(torch.tensor(1.5))
-
-    def head(self, x):
-        return super().head(x) * self.scale + self.transformer.ln_f.bias.sum()
-
-
-def test_a_loss_in_chunks_has_the_gradients_of_all_that_a_head_uses():
-    grads = []
-    for compute in (ComputeConfig(), ComputeConfig(loss_chunk_tokens=7)):
-        model = Scaled(replace(TINY, pad_vocab=False), compute).double()
-        model.lm_head.weight.requires_grad_(False)
-        model(tokens(2, 16), tokens(2, 16, seed=1)).backward()
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-    assert grads[0].keys() == grads[1].keys() and grads[0]["scale"] != 0
-    for name, grad in grads[0].items():
-        assert_close(grads[1][name], grad)
-
-
-def test_recomputing_changes_no_bit_and_holds_less():
+def test_recompute():
     results, held = [], []
     for recompute in (False, True):
         sizes = []
@@ -361,7 +311,7 @@ def test_recomputing_changes_no_bit_and_holds_less():
     assert held[1] < held[0] / 2
 
 
-def test_a_bf16_residual_is_bfloat16_and_its_weights_float32():
+def test_bf16_residual():
     dtypes, model = [], tiny(bf16_residual=True)
     for block in model.transformer.h:
         block.register_forward_hook(lambda _, args, y: dtypes.extend([args[0].dtype, y.dtype]))
@@ -391,7 +341,7 @@ OTHER_VALUES = {  # by field of GPTConfig; the tests below count on this vocabul
 OTHER_VALUES |= {f.name: not getattr(TINY, f.name) for f in fields(GPTConfig) if f.type is bool}
 
 
-def test_each_number_of_the_shape_has_another_value_here():
+def test_other_values():
     """So that the tests below try it. Whoever adds a number to GPTConfig adds a value for it."""
     assert OTHER_VALUES.keys() == {f.name for f in fields(GPTConfig)}
 
@@ -399,15 +349,11 @@ def test_each_number_of_the_shape_has_another_value_here():
 @EITHER_ATTENTION
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("name", OTHER_VALUES)
-def test_cached_keys_change_no_token_and_a_padded_id_is_never_drawn(flash, temperature, name):
+def test_cache(flash, temperature, name):
     """Against a pass over all that is remembered for each token: beyond seq_len, the newer half.
-    For each field of the shape, also those that somebody adds."""
+    For each field of the shape, also those that somebody adds. Padded ids are never drawn."""
     shape = replace(TINY, **{name: OTHER_VALUES[name]})
-    check_cache(shape, ComputeConfig(flash=flash), temperature)
-
-
-def check_cache(shape: GPTConfig, computation: ComputeConfig, temperature: float):
-    model, idx, start = spread(GPT(shape, computation)), tokens(3, 5), 0
+    model, idx, start = spread(GPT(shape, ComputeConfig(flash=flash))), tokens(3, 5), 0
     model.lm_head.weight.data[97:] = 100.0  # as a bad checkpoint might have it
     state = torch.get_rng_state()
     rng = torch.Generator().manual_seed(3)
@@ -422,7 +368,7 @@ def check_cache(shape: GPTConfig, computation: ComputeConfig, temperature: float
         model.logits(tokens(1, 17))
 
 
-def test_pick_draws_by_temperature_and_top_k():
+def test_temperature_and_top_k():
     probs = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05])
     logits, rng = probs.log().expand(20_000, 5), torch.Generator().manual_seed(0)
     for (temperature, top_k), expected in {
@@ -436,7 +382,7 @@ def test_pick_draws_by_temperature_and_top_k():
         assert_close(ids.bincount(minlength=5) / len(logits), expected, rtol=0, atol=0.015)
 
 
-def test_pick_is_greedy_at_the_smallest_temperatures_and_refuses_what_is_not_finite():
+def test_extreme_logits():
     logits = 100 * torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     for temperature, top_k in product([5e-324, 1e-45, 1.2e-38, 1e-20, -0.0, 0], [0, 20, 1]):
         ids = sample_token(logits, torch.Generator(), temperature, top_k)
@@ -449,7 +395,7 @@ def test_pick_is_greedy_at_the_smallest_temperatures_and_refuses_what_is_not_fin
 
 @EITHER_ATTENTION
 @pytest.mark.parametrize("name", OTHER_VALUES)
-def test_the_order_of_tokens_matters(flash, name):
+def test_positions(flash, name):
     """With one layer, since two causal ones tell an order without positions. For each field of the
     shape, also those that somebody adds."""
     config = replace(TINY, n_layer=1, **{name: OTHER_VALUES[name]} if name != "n_layer" else {})

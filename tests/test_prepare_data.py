@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import NEEDS_GPT2, NEEDS_POSIX, content, jsonl, prepare, snapshot, wait_for
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,17 +50,15 @@ MISTAKES = {
     "no file": ("--input nowhere --data-dir data", "--input nowhere: there is no such file"),
     "no text": ("--input a --data-dir data", "0 tokens for train, too few: 1 files; 1 records"),
     "damaged": ("--input a.gz --data-dir data", "--input a.gz can't be read: "),
-    "no text to train on": ("--val-input a --data-dir data", "--val-input needs --input"),
     "no folder for text": ("--input a", "--input needs --data-dir"),
     "no encoding": ("--input a --data-dir data --encoding x", "--encoding x: unknown encoding"),
     "no tokenizer": ("--input a --data-dir data --tokenizer b", "--tokenizer b is not bpe, bytes"),
-    "no bpe": ("--tokenizer bytes --vocab-size 300", "--vocab-size 300 needs --tokenizer bpe"),
     "other files": ("--input a.jsonl --data-dir folder", "--data-dir folder is there already"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(mistake, tmp_path, monkeypatch, capsys):
+def test_mistakes(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     for name in ("a", "a.gz", "folder/notes"):
@@ -73,18 +70,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(mistake, tmp_path, monkeypatch
     assert {p: t for p, t in snapshot(tmp_path).items() if p.suffix != ".lock"} == before
 
 
-@NEEDS_POSIX
-def test_what_is_no_file_is_skipped_and_what_can_not_be_read_named(texts, tmp_path, monkeypatch):
-    os.symlink("nowhere", texts / "broken")
-    os.mkfifo(texts / "pipe")
-    assert prepare(tmp_path / "data", "--input", texts) == 0
-    assert len(documents_of(tmp_path / "data", "train")) == 40
-    monkeypatch.setattr(prepare_data, "sha256", os.listdir)  # an OSError; root may read any file
-    assert prepare(tmp_path / "other", "--input", texts) == 1
-    assert names_in(tmp_path) == {"data", "texts"}
-
-
-def test_it_starts_without_torch(texts, tmp_path):
+def test_no_torch(texts, tmp_path):
     code = "import sys, prepare_data as p; print(p.main(sys.argv[1:]), 'torch' in sys.modules)"
     env = os.environ | {"PYTHONPATH": os.path.dirname(PROGRAM)}
     command = [sys.executable, "-c", code, "--input", texts, "--data-dir", tmp_path / "data"]
@@ -111,9 +97,9 @@ def cut_into(patch: pytest.MonkeyPatch, piece: int):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", pytest.param("gpt2", marks=NEEDS_GPT2)])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(PARTS)
-def test_the_tokens_of_pieces_are_those_of_the_text(tokenizer, parts):
+def test_tokens_of_pieces(tokenizer, parts):
     ours = TOKENIZERS[tokenizer]  # bytes may be cut anywhere, others where they find white space
     text = "".join(part + "a " * (tokenizer != "bytes") for part in parts)
     with pytest.MonkeyPatch.context() as patch:
@@ -125,8 +111,8 @@ def test_the_tokens_of_pieces_are_those_of_the_text(tokenizer, parts):
     assert all(0 < len(piece) <= 40 for _, piece in batch)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", pytest.param("gpt2", marks=NEEDS_GPT2)])
-def test_all_text_arrives_with_any_number_of_workers(tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_any_number_of_workers(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data, "MIN_FOR_WORKERS", 0)
     cut_into(monkeypatch, 2000)
     rng = random.Random(0)
@@ -144,10 +130,6 @@ def test_all_text_arrives_with_any_number_of_workers(tokenizer, tmp_path, monkey
         assert prepare(tmp_path / workers, *flags, *more) == 0
     folder = tmp_path / "1"
     assert content(folder) == content(tmp_path / "2") == content(tmp_path / "3")
-    shutil.copytree(folder, tmp_path / "run" / "step_000012")
-    for name in ("run", "1"):  # whose tokenizer it takes
-        assert prepare(tmp_path / f"of {name}", *flags, "--tokenizer", tmp_path / name) == 0
-        assert open_folder(tmp_path / f"of {name}").fingerprint == open_folder(folder).fingerprint
     val = documents_of(folder, "val")
     assert val == [document for document in documents if document in val] and len(val) == 15
     train = [document for document in documents if document not in val]
@@ -165,7 +147,7 @@ def test_all_text_arrives_with_any_number_of_workers(tokenizer, tmp_path, monkey
             assert entry["sha256"] == hashlib.sha256(shard.path.read_bytes()).hexdigest()
 
 
-def test_an_exact_share_of_whole_documents_is_drawn_by_the_seed(tmp_path):
+def test_val_fraction(tmp_path):
     documents, drawn = [f"document {n}" for n in range(13)], set()
     source = jsonl(tmp_path / "a.jsonl", *({"text": document} for document in documents))
     for number, seed in enumerate((0, 0, 1, 2, 3)):
@@ -178,7 +160,7 @@ def test_an_exact_share_of_whole_documents_is_drawn_by_the_seed(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 3])  # 0.45 documents
-def test_of_too_few_documents_the_last_tenth_of_each_is_held_out(count, tmp_path, monkeypatch):
+def test_few_documents(count, tmp_path, monkeypatch):
     cut_into(monkeypatch, 100)
     texts = [("\u4f60" * 90 + " ") * n + "\u597d " * 7 for n in range(5, 5 + count)]
     source = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts))
@@ -188,7 +170,7 @@ def test_of_too_few_documents_the_last_tenth_of_each_is_held_out(count, tmp_path
     assert documents_of(tmp_path / "data", "val") == [text[end:] for text, end in ends]
 
 
-def test_the_documents_of_val_input_alone_are_for_validation(texts, tmp_path, monkeypatch):
+def test_val_input(texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.txt").write_text("another text")
     mine = [f"{texts / '07.txt'}", "texts/1*.txt", "other.txt"]  # 07 by another name, too
@@ -200,7 +182,7 @@ def test_the_documents_of_val_input_alone_are_for_validation(texts, tmp_path, mo
     assert documents_of(tmp_path / "data", "train") == train
 
 
-def test_a_repeated_command_changes_nothing(texts, tmp_path, capsys):
+def test_repeated_command(texts, tmp_path, capsys):
     line = (tmp_path / "data", "--input", texts, "--shard-tokens", 8000)
     assert prepare(*line) == 0
     before, said = snapshot(tmp_path / "data"), capsys.readouterr().out
@@ -219,7 +201,7 @@ def test_a_repeated_command_changes_nothing(texts, tmp_path, capsys):
     assert snapshot(tmp_path / "data") == before
 
 
-def test_what_it_wrote_is_no_input(texts, monkeypatch):
+def test_own_output_is_no_input(texts, monkeypatch):
     monkeypatch.chdir(texts)
     assert prepare(Path("data"), "--input", "*.txt") == 0
     os.rename("data", "data.tmp")  # of a process that was killed
@@ -228,8 +210,8 @@ def test_what_it_wrote_is_no_input(texts, monkeypatch):
     assert len(documents_of(Path("data"), "train")) == 40
 
 
-@pytest.mark.parametrize("name", [".", "../link", "../folder/", "../file"])
-def test_what_is_there_already_is_refused_and_kept(name, texts, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", [".", "../link", "../file"])
+def test_folder_that_is_there(name, texts, tmp_path, monkeypatch, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
     os.symlink("folder", tmp_path / "link")
@@ -238,16 +220,7 @@ def test_what_is_there_already_is_refused_and_kept(name, texts, tmp_path, monkey
     assert names_in(tmp_path) == {"texts", "folder", "file", "link"} and not names_in(Path("."))
 
 
-def test_who_is_refused_leaves_the_files_of_who_is_at_work(texts, tmp_path, capsys):
-    (tmp_path / "data.tmp").mkdir()
-    with FileLock(tmp_path / ".data.lock"):
-        assert prepare(tmp_path / "data", "--input", texts) == 2
-    error = error_of(capsys)
-    assert "another process is at work" in error and "data" in Path(error.split()[-1]).name
-    assert names_in(tmp_path) == {"data.tmp", "texts"}
-
-
-def test_the_folder_appears_whole_even_on_a_disk_that_fails(texts, tmp_path, monkeypatch, capsys):
+def test_failing_disk(texts, tmp_path, monkeypatch, capsys):
     fsync, calls = os.fsync, []
 
     def failing(number: int):
@@ -298,12 +271,12 @@ def wait_for_end(process: subprocess.Popen) -> int:
 
 
 @NEEDS_POSIX
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_the_same_command_writes_the_same(kills, much, tmp_path):
+@pytest.mark.slow
+def test_killed(much, tmp_path):
     begin = time.monotonic()
     assert start(tmp_path / "whole", *much).wait() == 0
-    longest, rng = time.monotonic() - begin, random.Random(kills)
-    for number in range(kills):
+    longest, rng = time.monotonic() - begin, random.Random(0)
+    for number in range(8):
         process = start(tmp_path / "data", *much)
         shard = tmp_path / "data.tmp" / f"train_{rng.randrange(60):06}.bin"
         time.sleep(rng.uniform(0, longest)) if number % 2 else wait_for(shard.exists, 60)
@@ -317,21 +290,18 @@ def test_killed_at_random_moments_the_same_command_writes_the_same(kills, much, 
 
 
 ENDS = {  # who is sent which signal, once there is a file, and what it says
-    "Ctrl-C at the start": (os.killpg, signal.SIGINT, "vocab.json", 130, "stopped;"),
     "Ctrl-C": (os.killpg, signal.SIGINT, "train_000060.bin", 130, "stopped;"),
     "SIGTERM": (os.kill, signal.SIGTERM, "train_000060.bin", 130, "stopped;"),
-    "SIGTERM to all": (os.killpg, signal.SIGTERM, "train_000060.bin", 130, "stopped;"),
     "a worker is killed": (None, 9, "train_000001.bin", 1, "error: a tokenizer process "),
 }
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers there")
 @pytest.mark.parametrize("end", ENDS)
-def test_what_is_stopped_says_so_in_one_line_and_leaves_nothing(end, much, tmp_path, capfd):
+def test_stopped(end, much, tmp_path, capfd):
     send, number, file, code, line = ENDS[end]
     process = start(tmp_path / "data", *much)
     wait_for((tmp_path / "data.tmp" / file).exists, 60)
-    time.sleep(0.3 if file == "vocab.json" else 0)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     send(process.pid, number) if send else os.kill(int(workers[-1]), number)
     assert wait_for_end(process) == code
@@ -341,12 +311,10 @@ def test_what_is_stopped_says_so_in_one_line_and_leaves_nothing(end, much, tmp_p
 
 @pytest.mark.slow
 @NEEDS_POSIX
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_much_text_takes_little_memory(name, tmp_path):
-    texts = {"a.txt": "0123456789" * 30_000_000, "a.jsonl": '{"text": "a"}\n' * 1_000_000}
-    (tmp_path / name).write_text(texts[name])
+def test_memory(tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789" * 30_000_000)
     code = "import resource, subprocess, sys\n" \
            "subprocess.run([sys.executable, *sys.argv[1:]], check=True, stdout=2)\n" \
            "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)"  # fmt: skip
-    flags = ["--input", tmp_path / name, "--data-dir", tmp_path / "data", "--tokenizer", "bytes"]
+    flags = ["--input", tmp_path / "a.txt", "--data-dir", tmp_path / "data", "--tokenizer", "bytes"]
     assert int(subprocess.check_output([sys.executable, "-c", code, PROGRAM, *flags])) < 600
