@@ -38,11 +38,12 @@ then
 fi
 if [ -n "${TINY:-}" ]; then
     results=out/gpu/results
-    ladder=(--model nano --micro-batch-size 2 --steps 2) lecture=(flash fused) beyond=(muon)
-    peers=(--steps 5 --rounds 1)
-    resume=(--model=nano --batch-tokens=2048 --eval-tokens=2048)
-    long=(--model nano --steps 40 --eval-every 20 --eval-tokens 8192 --no-bf16)
-    gpu=tiny sizes=(--model nano --steps 5 --no-bf16)
+    tiny=(--model nano --n-layer 1 --n-head 1 --n-embd 16 --seq-len 16 --batch-tokens 128 --no-bf16)
+    tiny+=(--eval-tokens 256)
+    ladder=(--model nano --micro-batch-size 2 --seq-len 16 --steps 2) lecture=(flash) beyond=(muon)
+    peers=(--steps 1 --rounds 1 --micro-batch-size 1 --seq-len 16 --batch-tokens 16 --no-compile)
+    resume=("${tiny[@]}") long=("${tiny[@]}" --steps 20 --eval-every 10)
+    gpu=tiny sizes=("${tiny[@]}" --steps 5)
 else
     # In float32 with plain attention, 64 sequences do not fit into 80 GB.
     ladder=(--model gpt2 --micro-batch-size 32 --steps 6)
