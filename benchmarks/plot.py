@@ -25,7 +25,6 @@ from pathlib import Path
 import machine
 import numpy as np
 
-from config import INEXACT
 from support.cli import spell
 
 REFERENCES = Path(__file__).with_name("reference.json")
@@ -39,7 +38,6 @@ FORMATS = {  # of the columns of a table
     "MiB": "{:,.0f}",
 }
 AXES = ("steps", "tokens", "minutes")
-NO_SETTING = {"seed", *INEXACT}  # flags in which runs of the same setting may differ
 
 # ---- Runs ----------------------------------------------------------------------------------------
 
@@ -125,7 +123,7 @@ def differing_flags(runs: list[Run]) -> list[str]:
 def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
     """Group runs that differ only in their seeds. A group's name has the flags in which it differs
     from others, or is the run's if it has only one."""
-    names = [name for name in differing_flags(runs) if name not in NO_SETTING]
+    names = [name for name in differing_flags(runs) if name != "seed"]
     groups = defaultdict(list)
     for run in runs:
         groups[" ".join(spell(name, run.flags.get(name)) for name in names)].append(run)
@@ -166,8 +164,8 @@ def print_tables(runs: list[Run]):
             row[column] = "" if value is None else FORMATS[column].format(value)
         table.append(row)
     print(machine.markdown(table))
-    groups = by_setting(runs)
-    if len(groups) < len(runs):
+    groups = {name: group for name, group in by_setting(runs).items() if len(group) > 1}
+    if groups:
         table = []
         for name, group in groups.items():
             row = {"setting": name, "mean of": count(group)}

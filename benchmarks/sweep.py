@@ -8,7 +8,7 @@
 The flags of train_gpt2.py come after "--". A comma separates alternatives: values of a flag, or
 whole flags. In quotes, an alternative may be several flags, or none. Put --seed first, so that the
 settings take turns: a machine's speed drifts. On a CPU each run measures whether --bf16 and --flash
-are faster, unless you type them.
+are faster, and those that choose differently are different settings, unless you type them.
 
 Runs are in out/sweep/NAME. Repeat the command to continue an interrupted sweep, or with more
 alternatives to add runs: no run is made twice. If one fails, as when it diverges or does not fit in
