@@ -5,21 +5,21 @@
 #   3  build-nanogpt, nanoGPT and llm.c beside this program, from the folders that are set (peers.py)
 #   4  a killed and resumed run beside an uninterrupted one, bit for bit (resume.py)
 #   5  124M for 1,000 steps with AdamW, with Muon, and with AdamW and a float32 residual stream, on
-#      Python's own source
+#      Python's own source (plot.py)
 #   6  gpt2 to gpt2-xl: what fits, and how fast it is (sweep.py)
-#   7  the flags beyond the lecture, each speed-up alone, and a second round of part 2 (ladder.py)
+#   7  part 2 in two rounds, with the flags beyond the lecture
 #
 #   benchmarks/gpu.sh                      # each part that is not done yet; 3 needs a folder
 #   benchmarks/gpu.sh 2 4 6                # these, also if they are done
 #   BUILD_NANOGPT=... NANOGPT=... LLM_C=... benchmarks/gpu.sh
 #   TINY=1 benchmarks/gpu.sh               # nano's sizes, to try it without a GPU
 #
-# Parts 2, 5, 6 and 7 go on where they were cut off; the others begin again. Results go to
-# benchmarks/results after each run; what was printed goes to out/gpu. If OUT is set, $OUT/gpu.tgz holds all of it, renewed every 15 seconds, so that
-# little is lost if the machine is taken away in the middle of a part.
+# Parts 5 and 6 go on where they were cut off; the others begin again. Results go to
+# benchmarks/results after each run; what was printed goes to out/gpu. If OUT is set, $OUT/gpu.tgz
+# holds all of it, renewed every 15 seconds, so that little is lost if the machine is taken away.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-python=${PYTHON:-$(command -v python3 || echo python)} here=out/gpu
+python=${PYTHON:-$(command -v python3 || echo python)} here=out/gpu results=benchmarks/results
 peers_in=(${BUILD_NANOGPT:+--build-nanogpt "$BUILD_NANOGPT"})
 peers_in+=(${NANOGPT:+--nanogpt "$NANOGPT"} ${LLM_C:+--llm-c "$LLM_C"})
 parts="1 2 4 5 6 7"
@@ -33,15 +33,17 @@ fi
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/out/inductor}
 if [ -z "${TINY:-}" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 then
-    echo "gpu.sh: error: PyTorch finds no GPU: to try this without one, TINY=1 benchmarks/gpu.sh" >&2
+    echo "error: PyTorch finds no GPU: to try this without one, TINY=1 benchmarks/gpu.sh" >&2
     exit 2
 fi
 if [ -n "${TINY:-}" ]; then
-    ladder=(--model nano --steps 2) lecture=(bf16 fused) beyond=(muon)
-    peers=(--steps 5 --rounds 1)
-    resume=(--model=nano --batch-tokens=2048 --eval-tokens=2048)
-    long=(--model nano --steps 40 --eval-every 20 --eval-tokens 8192)
-    gpu=tiny sizes=(--model nano --steps 5)
+    results=out/gpu/results
+    tiny=(--model nano --n-layer 1 --n-head 1 --n-embd 16 --seq-len 16 --batch-tokens 128 --no-bf16)
+    tiny+=(--eval-tokens 256)
+    ladder=(--model nano --micro-batch-size 2 --seq-len 16 --steps 2) lecture=(flash) beyond=(muon)
+    peers=(--steps 1 --rounds 1 --micro-batch-size 1 --seq-len 16 --batch-tokens 16 --no-compile)
+    resume=("${tiny[@]}") long=("${tiny[@]}" --steps 20 --eval-every 10)
+    gpu=tiny sizes=("${tiny[@]}" --steps 5)
 else
     # In float32 with plain attention, 64 sequences do not fit into 80 GB.
     ladder=(--model gpt2 --micro-batch-size 32 --steps 6)
@@ -60,48 +62,52 @@ part_1() {
     "$python" -m pytest tests/test_cuda.py -v -W default --durations=10
 }
 
-climb() {
-    "$python" benchmarks/ladder.py "${ladder[@]}" --out benchmarks/results --resume "$@"
-    local code=$?
-    [ $code = 0 ] || [ $code = 3 ]  # 3: all is measured, and a rung was refused
-}
+climb() { "$python" benchmarks/ladder.py "${ladder[@]}" --out "$results" "$@"; }
 
-part_2() { climb --quick --only "${lecture[@]}"; }
+part_2() { climb --rounds 1 --only "${lecture[@]}"; }
 
-part_3() { "$python" benchmarks/peers.py "${peers_in[@]}" "${peers[@]}"; }
+part_3() { "$python" benchmarks/peers.py "${peers_in[@]}" "${peers[@]}" --out "$results"; }
 
 part_4() {
-    "$python" benchmarks/resume.py -- "${resume[@]}" || return
-    "$python" benchmarks/resume.py -- "${resume[@]}" --deterministic
+    "$python" benchmarks/resume.py --out "$results" -- "${resume[@]}" || return
+    "$python" benchmarks/resume.py --out "$results" -- "${resume[@]}" --deterministic
 }
 
 part_5() {
     train_long adamw --no-muon || return
     train_long muon --muon || return
     train_long float32-residual --no-muon --no-bf16-residual || return
-    rm -f benchmarks/results/gpu-long.png
+    rm -f "$results/gpu-long.png"
     "$python" benchmarks/plot.py "$here/adamw" "$here/muon" "$here/float32-residual" \
-        --out benchmarks/results/gpu-long.png
+        --out "$results/gpu-long.png"
 }
 
 train_long() { # name flags
     "$python" train_gpt2.py "${long[@]}" "${@:2}" --auto-resume --out-dir "$here/$1" || return
-    mkdir -p "benchmarks/results/gpu-$1"
-    cp "$here/$1/log.jsonl" "benchmarks/results/gpu-$1"
+    keep_log "$here/$1" "gpu-$1"
+}
+
+keep_log() { # folder of a run, name
+    mkdir -p "$results/$2" && cp "$1/log.jsonl" "$results/$2"
 }
 
 part_6() {
+    local name=sizes-$gpu
     # --keep 1: a run wants room on the disk for all checkpoints that it may keep.
-    "$python" benchmarks/sweep.py --name "sizes-$gpu-$(date +%F)" --out benchmarks/results \
-        --discard -- "${sizes[@]}" --eval-tokens 0 --num-samples 0 --save-every 0 --keep 1 \
-        ',--recompute --loss-chunk-tokens=1024'
+    "$python" benchmarks/sweep.py --name "$name" --discard -- "${sizes[@]}" --eval-tokens 0 \
+        --num-samples 0 --save-every 0 --keep 1 ',--recompute --loss-chunk-tokens=1024'
+    local code=$?
+    for run in "out/sweep/$name"/*/; do
+        [ -e "$run/log.jsonl" ] && keep_log "$run" "sweep-$name/$(basename "$run")"
+    done
+    return $code
 }
 
 part_7() { climb --only "${lecture[@]}" "${beyond[@]}"; }
 
 bring() { # name of a temporary file
     # tar complains of files that grow meanwhile; what it has of them is good.
-    tar czf "$OUT/$1" --exclude='step_*' benchmarks/README.md benchmarks/results "$here"
+    tar czf "$OUT/$1" --exclude='step_*' benchmarks/results "$here"
     mv "$OUT/$1" "$OUT/gpu.tgz"
 }
 

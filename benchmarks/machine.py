@@ -1,10 +1,9 @@
-"""What the benchmarks share: this machine, runs of train_gpt2.py, result files, and tables."""
+"""What the benchmarks share: this machine, runs of train_gpt2.py, files of results, and tables."""
 
 import argparse
 import json
 import logging
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -17,35 +16,33 @@ from tempfile import TemporaryFile
 
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = REPO / "train_gpt2.py"
-RESULTS = REPO / "benchmarks" / "results"
+sys.path.append(str(REPO))
+from support.log import read_log  # noqa: E402, F401
+
 logging.getLogger("matplotlib").setLevel("ERROR")  # it warns if there is no home folder
-ONE_ROUND = "Measured in one round: other programs may have slowed some runs down"
 WARM_UP = 3  # don't time the first steps of a process: memory and caches are still filling up
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Report a mistake in one line, without the usage text."""
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """Return a parser whose --help shows a program's docstring as it is written."""
+    how = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=how)
 
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
-
-def exit_code(program: str, function: Callable, *args) -> int:
+def exit_code(function: Callable, *args) -> int:
     """Return what function(*args) returns, or the exit code of an error that is the user's."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run that is measured, too
-    if hasattr(sys.stdout, "reconfigure"):  # some terminals and pipes can't show every name
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return function(*args) or 0
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
+    except (OSError, ValueError, ImportError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{program}: stopped; finished runs are kept: repeat the command", file=sys.stderr)
+        print("stopped; the runs that had ended are kept", file=sys.stderr)
         return 130
 
 
-# ---- The machine
+# ---- The machine ---------------------------------------------------------------------------------
 
 
 def output(*command: str) -> str:
@@ -54,18 +51,6 @@ def output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
-
-
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (match := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
-        return match[1]
-    mac = output("sysctl", "-n", "machdep.cpu.brand_string")
-    return mac or platform.processor() or platform.machine()
-
-
-def short_name(device_name: str) -> str:
-    return re.sub(r"\((R|TM)\)| Processor", "", device_name)
 
 
 def num_cores() -> int:
@@ -79,42 +64,20 @@ def num_gpus() -> int:
     return int(output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())") or 0)
 
 
-def driver() -> str:
-    query = ("--query-gpu=driver_version", "--format=csv,noheader")
-    return output("nvidia-smi", *query).partition("\n")[0]
-
-
 def environment(start: dict) -> dict:
-    """Return the machine in the first record of a run's log, plus what else a result depends on."""
-    logged, cpu = dict(start["flags"]["machine"]), cpu_name()
-    device = logged.pop("device")
-    logged |= {"device": "cuda" if num_gpus() else "cpu", "device_name": device}
-    changed = output("git", "-C", str(REPO), "diff", "--name-only", "HEAD", "--", "*.py").split()
-    return logged | {
-        # "changed" lists the programs that differ; "-dirty" would also mean an edited README.md
-        "commit": logged.get("commit", "").removesuffix("-dirty"),
-        "device_name": cpu if logged["device"] == "cpu" else logged["device_name"],
-        "cpu": cpu,
-        "cores": num_cores(),
-        "driver": driver(),
-        "changed": changed,
-    }
+    """Return the machine in the first record of a run's log, with its cores and GPU driver."""
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = output(*query).partition("\n")[0]
+    return start["flags"]["machine"] | {"cores": num_cores(), "driver": driver}
 
 
-def version(env: dict) -> str:
-    """Return the commit that was measured, and the programs that differed from it."""
-    text = f"commit {env['commit'][:7]}"
-    return f"{text} and changes to {', '.join(env['changed'])}" if env.get("changed") else text
+def describe(env: dict) -> str:
+    """Return the machine's name, and on a CPU how many cores were used."""
+    name = re.sub(r"\((R|TM)\)| Processor", "", env["device"])
+    return name if env["driver"] else f"{name}, {env['cores']} cores"
 
 
-def check_same(before: dict, now: dict, *keys: str):
-    """Raise ValueError if the machine or the program has changed since these results began."""
-    for key in keys:
-        if before[key] != now[key]:
-            raise ValueError(f"{key} was {before[key]} so far and is {now[key]} now: start afresh")
-
-
-# ---- Runs of train_gpt2.py
+# ---- Runs of train_gpt2.py -----------------------------------------------------------------------
 
 
 def run_quietly(command: list) -> tuple[int, str]:
@@ -133,24 +96,17 @@ def run_quietly(command: list) -> tuple[int, str]:
 
 def error_line(code: int, errors: str) -> str:
     """Return the line that says why a run of train_gpt2.py failed."""
-    lines = re.findall(r"^error(?: on rank \d+)?: (.+)|^([\w.]*Error: .+)", errors, re.M)
+    lines = re.findall(r"^error: (.+)|^([\w.]*Error: .+)", errors, re.M)
     return "".join(lines[-1]) if lines else f"exit code {code}, without a message"
 
 
-def is_out_of_memory(code: int, why: str) -> bool:
-    """Return whether a run that ended like this needed more memory than there is."""
-    pattern = "not fit|out of memory|allocate memory|not enough memory"
-    return code == -9 or bool(re.search(pattern, why))  # -9: the system killed the process
+# ---- Files of results, and tables ----------------------------------------------------------------
 
 
-# ---- Result files
-
-
-def new_path(program: str, device: str, *more: str, folder: Path = RESULTS) -> Path:
-    """Return a path that is still free: folder/program-device-date-more.json, in small letters."""
-    names = [program, device, str(date.today()), *more]
+def new_path(folder: Path, *names: str) -> Path:
+    """Return a path in folder that is still free: the names and the date, in small letters."""
     words = [re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") for name in names]
-    return unused(folder / ("-".join(words) + ".json"))
+    return unused(folder / ("-".join([*words, str(date.today())]) + ".json"))
 
 
 def unused(path: Path) -> Path:
@@ -172,18 +128,17 @@ def save(path: Path, content: dict):
     os.replace(unfinished, path)
 
 
-def load(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def markdown(table: list[dict]) -> str:
-    """Return a table of dicts from column to text as Markdown, aligned for a terminal too."""
-    columns = list(max(table, key=len))
-    lines = [columns, *([row.get(column, "") for column in columns] for row in table)]
-    widths = [max(3, *map(len, cells)) for cells in zip(*lines, strict=True)]
+def markdown(table: list[dict[str, str]]) -> str:
+    """Return a table of dicts from column to text as Markdown, aligned for a terminal too. Leave
+    out columns without any text."""
+    names = dict.fromkeys(name for row in table for name in row)
+    columns = [name for name in names if any(row.get(name) for row in table)]
+    cells = [columns, *([row.get(name, "") for name in columns] for row in table)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for first, *others in cells:
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    text = []
-    for first, *cells in [columns, rule, *lines[1:]]:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        text.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
-    return "\n".join(text)
+    lines.insert(1, f"| {' | '.join(rule)} |")
+    return "\n".join(lines)

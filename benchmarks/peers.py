@@ -1,7 +1,6 @@
 """Time train_gpt2.py beside the training loops of build-nanogpt, nanoGPT and llm.c.
 
     python benchmarks/peers.py --build-nanogpt DIR --nanogpt DIR --llm-c DIR
-    python benchmarks/peers.py --llm-c DIR --micro-batch-size 32 --rounds 2 --flags=--no-bf16
 
 DIR is a clone of https://github.com/karpathy/NAME; any of the three may be left out. Copies of
 their own scripts run, changed where they have no flag. All train GPT-2 124M from random weights on
@@ -9,12 +8,11 @@ the same tokens, Python's own source, with all speed-ups. benchmarks/README.md l
 
 A machine's speed drifts, so the programs take turns, each in a fresh process, in an order that is
 reversed each round. This program's clock times all of them, from one printed step to the next. Peak
-memory is what PyTorch allocated on the GPU; on a CPU it is the process's.
+memory is what PyTorch allocated on the GPU.
 
-For Linux and macOS. Results are written to benchmarks/results/peers-*.json after each run.
+For Linux and macOS. Results are written to a file in --out after each run.
 """
 
-import json
 import os
 import re
 import runpy
@@ -30,10 +28,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import machine
-from machine import WARM_UP
+import numpy as np
 
 OURS = "train_gpt2.py"
-CLONES = ("build-nanogpt", "nanoGPT", "llm.c")
 MANY = 1_000_000  # steps that a run is asked for, so that it is ended before its last one
 PEAK = "peak MiB"
 STEP = re.compile(r"^(?:step|iter) +\d+.*?loss:? ([\d.]+).*?[\d.] ?ms\b")  # as all four print it
@@ -42,13 +39,7 @@ HELLASWAG = """import torch
 def iterate_examples(split): return [None]
 def render_example(example): return None, torch.zeros(4, 8).long(), torch.ones(4, 8), 0"""
 
-# ---- What each program is to do. args has a value for each flag; work is a folder.
-
-
-def command(name: str, args: Namespace, work: Path) -> list:
-    """Return the command line of a program."""
-    makers = {OURS: ours, "build-nanogpt": build_nanogpt, "nanoGPT": nanogpt, "llm.c": llm_c}
-    return makers[name](args, work)
+# ---- What each program is to do: args has a value for each flag, and work is a folder ------------
 
 
 def as_flags(flags: dict) -> list[str]:
@@ -80,11 +71,10 @@ def build_nanogpt(args: Namespace, work: Path) -> list:
 def set_constants(text: str, values: dict) -> str:
     """Return a script with other values for names that are each assigned on exactly one line."""
     for name, value in values.items():
-        lines = list(re.finditer(rf"^([ \t]*{name} = ).+$", text, re.M))
-        if len(lines) != 1:
-            why = f"{name} is assigned on {len(lines)} lines instead of 1: take another commit"
+        text, number = re.subn(rf"^([ \t]*{name} = ).+$", rf"\g<1>{value!r}", text, flags=re.M)
+        if number != 1:
+            why = f"{name} is assigned on {number} lines instead of 1: take another commit"
             raise ValueError(f"train_gpt2.py of --build-nanogpt: {why}")
-        text = text[: lines[0].end(1)] + repr(value) + text[lines[0].end() :]
     return text
 
 
@@ -108,17 +98,19 @@ def llm_c(args: Namespace, work: Path) -> list:
     return [work / "llm.c" / "train_gpt2.py", *as_flags(flags)]
 
 
+PROGRAMS = {OURS: ours, "build-nanogpt": build_nanogpt, "nanoGPT": nanogpt, "llm.c": llm_c}
+CLONES = [name for name in PROGRAMS if name != OURS]
+
+
 def lay_out(args: Namespace, clones: dict[str, Path], work: Path):
     """Write a copy of each program into work, and the tokens in the layouts that they read."""
-    import numpy as np  # not above, where each process that is measured would import it
-
     for name in (OURS, "raw", "npy"):
         (work / name).mkdir()
     for name, clone in clones.items():
         (work / name).mkdir()
         for script in clone.glob("*.py"):
             shutil.copy(script, work / name)
-        command(name, args, work)  # raises now what it would raise later
+        PROGRAMS[name](args, work)  # raises now what it would raise later
     flags = {"data-dir": work / "tokens", "val-fraction": 0.1, "tokenizer": "gpt2"}
     program = [sys.executable, machine.REPO / "prepare_data.py", *as_flags(flags)]
     subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
@@ -129,19 +121,12 @@ def lay_out(args: Namespace, clones: dict[str, Path], work: Path):
         np.save(work / f"npy/{split}.npy", tokens)
 
 
-# ---- One run
-
-
 def run_script(script: str, *flags: str):
     """Run a script in this process; at SIGUSR2 print its peak memory in MiB and end at once."""
-    import resource  # not at the top, because Windows lacks it
 
     def end(*_):
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         torch = sys.modules.get("torch")
-        if torch and torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() if torch else 0  # 0 on a CPU
         os.write(1, f"\n{PEAK} {peak / 2**20}\n".encode())  # the signal may interrupt a print
         os._exit(0)
 
@@ -153,9 +138,9 @@ def run_script(script: str, *flags: str):
 
 def run(name: str, args: Namespace, work: Path) -> dict:
     """Return a run's times, losses and peak memory. Raise ValueError if it fails."""
-    program = [sys.executable, "-u", __file__, "--run", *command(name, args, work)]
+    program = [sys.executable, "-u", __file__, "--run", *PROGRAMS[name](args, work)]
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(work / "compiled")}
-    wanted = 1 + WARM_UP + args.steps
+    wanted = 1 + machine.WARM_UP + args.steps
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(program, cwd=work / name, env=env, errors="replace", **pipes) as process:
         try:
@@ -166,10 +151,9 @@ def run(name: str, args: Namespace, work: Path) -> dict:
         why = f"{lines[-1]:.300}" or "it ended before its last step, without a message"
         raise ValueError(f"{name}: {why}")
     times, losses = zip(*steps, strict=True)
-    result = {"variant": {"B": args.micro_batch_size, "compile": int(args.compile)}}
-    result["ms"] = [1000 * (b - a) for a, b in zip(times[:-1], times[1:], strict=True)]
+    result = {"ms": [1000 * (b - a) for a, b in zip(times[:-1], times[1:], strict=True)]}
     result |= {"loss": losses, "peak_mib": float(lines[-1][len(PEAK) :])}
-    print(f"{name}: {step_ms(result):,.0f} ms", file=sys.stderr)
+    print(f"{name}: {step_ms(result):,.0f} ms", file=sys.stderr, flush=True)
     return result
 
 
@@ -191,118 +175,85 @@ def read_run(process: subprocess.Popen, wanted: int) -> tuple[list, list[str]]:
 
 def step_ms(run: dict) -> float:
     """Return the median time of a step."""
-    return median(run["ms"][WARM_UP:])
+    return median(run["ms"][machine.WARM_UP :])
 
 
-# ---- All runs
-
-
-def compare(args: Namespace, names: list[str], content: dict, work: Path) -> Path:
-    """Add what content["rounds"] is to have, and return its file. The first name is ours."""
-    rounds, path = content["results"]["gpt2"]["rounds"], None
-    for number, done in enumerate(rounds):
+def compare(args: Namespace, names: list[str], content: dict, work: Path):
+    """Run the programs in turn, and save the content after each run. The first name is ours."""
+    path = None
+    for number in range(args.rounds):
+        content["rounds"].append({})
         for name in names if number % 2 == 0 else reversed(names):
-            done[name] = run(name, args, work)
+            content["rounds"][-1][name] = run(name, args, work)
             if not path:  # the first run was ours, and tells the environment
-                log = (work / OURS / "out/log.jsonl").read_text(encoding="utf-8")
-                content["environment"] = machine.environment(json.loads(log.partition("\n")[0]))
-                path = machine.new_path("peers", content["environment"]["device_name"], "gpt2")
+                start = machine.read_log(work / OURS / "out")[0]
+                content["environment"] = machine.environment(start)
+                path = machine.new_path(args.out, "peers", content["environment"]["device"], "gpt2")
             machine.save(path, content)
-    return path
 
 
-def rows(result: dict) -> list[dict]:
+def rows(content: dict) -> list[dict[str, str]]:
     """Return the table: for each program a dict from column to text. Speeds are medians of the
-    rounds with the slowest and the fastest; ratios are medians with each round's."""
-    first, table = result["rounds"][0], []
-    # A comparison that was interrupted has rounds that lack a program.
-    rounds = [done for done in result["rounds"] if done.keys() == first.keys()]
-    for name in first:
+    rounds, with the slowest and the fastest; ratios are medians, with each round's."""
+    rounds, table = content["rounds"], []
+    for name in rounds[0]:
         runs = [done[name] for done in rounds]
-        variant = " ".join(f"{key}={value}" for key, value in runs[-1]["variant"].items())
-        speeds = [1000 * result["batch_tokens"] / step_ms(run) for run in runs]
+        speeds = [1000 * content["batch_tokens"] / step_ms(run) for run in runs]
         ratios = [step_ms(done[name]) / step_ms(done[OURS]) for done in rounds]
-        if name == OURS and result.get("flags"):
-            variant += f" {result['flags']}"
-        row = {"program": f"{name} {variant}"}
-        row["tokens/s"] = f"{median(speeds):,.0f}"
-        row["train_gpt2.py is faster by"] = "" if name == OURS else f"{median(ratios):.2f}"
-        if len(rounds) > 1:
-            row["tokens/s"] += f" ({min(speeds):,.0f} to {max(speeds):,.0f})"
-        if len(rounds) > 1 and name != OURS:
-            each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            row["train_gpt2.py is faster by"] += f" ({each})"
-        row["peak MiB"] = f"{max(run['peak_mib'] for run in runs):,.0f}"
+        row = {"program": f"{name} {content['flags']}" if name == OURS else name}
+        row["tokens/s"] = f"{median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        row[f"{OURS} is faster by"] = "" if name == OURS else f"{median(ratios):.2f} ({each})"
+        peak = max(run["peak_mib"] for run in runs)
+        row["MiB"] = f"{peak:,.0f}" if peak else ""
         row["loss"] = f"{runs[-1]['loss'][0]:.2f} to {runs[-1]['loss'][-1]:.2f}"
         table.append(row)
     return table
 
 
-def block(contents: dict[str, dict]) -> str:
-    """Return what benchmarks/README.md shows of these results, by file name."""
-    parts = []
-    for file, content in contents.items():
-        env = content["environment"]
-        where = f"{machine.short_name(env['device_name'])}, {env['cores']} cores"
-        [(model, result)] = content["results"].items()
-        shape = f"{result['batch_tokens']:,} tokens a step, sequences of {result['seq_len']}"
-        when = f"{content['date']}, {machine.version(env)}"
-        parts.append(f"**{model} on {where}**: {shape}, {when} ([figures]({file})).")
-        parts.append(machine.markdown(rows(result)))
-        if len(result["rounds"]) == 1:
-            parts.append(f"- {machine.ONE_ROUND}")
-    return "\n\n".join(parts)
-
-
-# ---- The program
-
-
-def find_clones(args: Namespace) -> dict[str, Path]:
-    """Return the folders that were given; ValueError if one is not what it should be."""
+def measure(args: Namespace):
     clones = {name: vars(args)[name].resolve() for name in CLONES if vars(args)[name]}
-    for name, folder in clones.items():
-        script = folder / ("train.py" if name == "nanoGPT" else "train_gpt2.py")
-        if not script.exists():
-            raise ValueError(f"{script} is missing: git clone https://github.com/karpathy/{name}")
     if not clones:
         raise ValueError("nothing to compare with: give --build-nanogpt, --nanogpt or --llm-c")
-    return clones
-
-
-def measure(args: Namespace):
-    clones = find_clones(args)
-    describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    commits = {n: machine.output("git", "-C", str(f), *describe) for n, f in clones.items()}
-    per_pass = args.micro_batch_size * args.seq_len
-    if args.batch_tokens % per_pass:
-        why = f"--batch-tokens must be a multiple of --micro-batch-size * --seq-len {per_pass}"
-        raise ValueError(f"{why}: try --batch-tokens {per_pass}")
+    commits = {
+        name: machine.output("git", "-C", str(folder), "describe", "--always", "--dirty")
+        for name, folder in clones.items()
+    }
     names = ("device", "seq_len", "batch_tokens", "micro_batch_size", "steps", "compile", "flags")
-    result = {name: vars(args)[name] for name in names}
-    result["rounds"] = [{} for _ in range(args.rounds)]
-    content = {"date": str(date.today()), "commits": commits, "results": {"gpt2": result}}
+    content = {"date": str(date.today()), "commits": commits, "rounds": []}
+    content |= {name: vars(args)[name] for name in names}
     with TemporaryDirectory() as work:
         lay_out(args, clones, Path(work))
-        path = compare(args, [OURS, *clones], content, Path(work))
-    print(f"{block({path.name: content})}\n\n{path}")
+        compare(args, [OURS, *clones], content, Path(work))
+    env = content["environment"]
+    print(
+        f"GPT-2 124M on {machine.describe(env)}: {args.batch_tokens:,} tokens a step in passes of"
+        f" {args.micro_batch_size} x {args.seq_len}, compile {args.compile}, torch {env['torch']},"
+        f" {content['date']}, commit {env['commit']}\n\n{machine.markdown(rows(content))}"
+    )
 
 
 def main() -> int:
-    parser = machine.OneLineParser(prog="peers.py", description=__doc__.splitlines()[0])
+    parser = machine.make_parser(__doc__)
     add = parser.add_argument
     for name in CLONES:
         flag = "--" + name.lower().replace(".", "-")
         add(flag, type=Path, dest=name, metavar="DIR", help=f"folder with a clone of {name}")
     add("--rounds", type=int, default=3, help="timed runs of each program (default: 3)")
     add("--steps", type=int, default=10, help="timed steps of a run (default: 10)")
-    is_cuda = machine.num_gpus() > 0
-    add("--micro-batch-size", type=int, default=16 if is_cuda else 4)
-    add("--seq-len", type=int, default=1024 if is_cuda else 256)
-    add("--batch-tokens", type=int, default=524_288 if is_cuda else 1024)
+    add("--micro-batch-size", type=int, help="sequences per pass (default: 16, CPU 4)")
+    add("--seq-len", type=int, help="tokens per sequence (default: 1024, CPU 256)")
+    add("--batch-tokens", type=int, help="tokens per step (default: 524288, CPU 1024)")
     add("--no-compile", action="store_false", dest="compile", help="compile none of them")
     add("--flags", default="", help="more flags of train_gpt2.py, as one word: --flags='--a --b'")
-    parser.set_defaults(device="cuda" if is_cuda else "cpu")
-    return machine.exit_code("peers.py", measure, parser.parse_args())
+    add("--out", type=Path, default="out/peers", help="folder of the results (default: out/peers)")
+    args = parser.parse_args()
+    is_cuda = machine.num_gpus() > 0
+    args.device = "cuda" if is_cuda else "cpu"
+    args.micro_batch_size = args.micro_batch_size or (16 if is_cuda else 4)
+    args.seq_len = args.seq_len or (1024 if is_cuda else 256)
+    args.batch_tokens = args.batch_tokens or (524_288 if is_cuda else 1024)
+    return machine.exit_code(measure, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""See whether a run that was killed and resumed ends with the same bits as one that was not.
+"""Check on this machine that a killed and resumed run equals an uninterrupted one bit for bit.
 
     python benchmarks/resume.py                        # GPT-2 124M on a GPU: two minutes
     python benchmarks/resume.py -- --deterministic     # flags of train_gpt2.py come after --
@@ -6,8 +6,7 @@
 
 A run is made without interruption; again, killed by SIGKILL after some steps; and resumed. Losses
 and weights must be the same to the bit on a CPU, and on a GPU with --deterministic. Without it,
-PyTorch promises nothing for GPUs, and the table shows the largest difference. Results are written
-to benchmarks/results/resume-*.json.
+PyTorch promises nothing for GPUs, and the table shows the largest difference.
 """
 
 import hashlib
@@ -18,27 +17,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import machine
-import plot
 
 STEPS, SAVE_EVERY, KILL_AT = 12, 4, 6
 
 
 def command(folder: Path, flags: list[str]) -> list:
-    line = [f"--steps={STEPS}", f"--save-every={SAVE_EVERY}", "--eval-every=0", "--num-samples=0"]
-    line += [
-        "--auto-resume",
-        f"--out-dir={folder}",
-        "--batch-tokens=131072",
-        "--eval-tokens=131072",
-    ]
-    return [sys.executable, machine.TRAIN, "--model=gpt2", *line, *flags]
+    line = [sys.executable, machine.TRAIN, "--model=gpt2", "--auto-resume", f"--out-dir={folder}"]
+    line += [f"--steps={STEPS}", f"--save-every={SAVE_EVERY}", "--eval-every=0", "--num-samples=0"]
+    return [*line, "--batch-tokens=131072", "--eval-tokens=131072", *flags]
 
 
 def losses(folder: Path) -> dict[int, float]:
     """Return the loss of each step, and if it was made twice, the second one."""
-    if not (folder / "log.jsonl").exists():
-        return {}
-    return plot.read_run(str(folder)).values["loss"]
+    return {r["step"]: r["loss"] for r in machine.read_log(folder) if "loss" in r}
 
 
 def train(folder: Path, flags: list[str]):
@@ -65,6 +56,7 @@ def weights(folder: Path) -> str:
 
 
 def compare(flags: list[str]) -> dict:
+    """Return how a resumed run with these flags differs from an uninterrupted one."""
     with TemporaryDirectory() as folder:
         whole, resumed = Path(folder, "whole"), Path(folder, "resumed")
         train(whole, flags)
@@ -76,34 +68,26 @@ def compare(flags: list[str]) -> dict:
             "same_weights": weights(whole) == weights(resumed),
             "same_losses": a == b and len(a) == STEPS,
             "difference": max(abs(a[step] / b[step] - 1) for step in a),
-            "environment": machine.environment(plot.read_run(str(whole)).start),
+            "environment": machine.environment(machine.read_log(whole)[0]),
         }
 
 
-def block(contents: dict[str, dict]) -> str:
-    """Return what benchmarks/README.md shows of these results, by file name."""
-    rows = []
-    for name, run in contents.items():
-        env = run["environment"]
-        row = {"machine": f"[{machine.short_name(env['device_name'])}]({name})"}
-        row |= {"torch": env["torch"], "flags": " ".join(run["flags"]) or "the defaults"}
-        row["same losses"] = "yes" if run["same_losses"] else "no"
-        row["same weights"] = "yes" if run["same_weights"] else "no"
-        rows.append(row | {"largest difference": f"{run['difference']:.0e}".replace("0e+00", "0")})
-    return machine.markdown(rows)
-
-
 def main() -> int:
-    parser = machine.OneLineParser(prog="resume.py", description=__doc__.splitlines()[0])
+    parser = machine.make_parser(__doc__)
+    parser.add_argument("--out", type=Path, default="out/resume", help="folder of the results")
     parser.add_argument("flags", nargs="*", help="flags of train_gpt2.py, after --")
-    flags = parser.parse_args().flags
-    run = compare(flags)
-    path = machine.new_path("resume", run["environment"]["device_name"])
-    machine.save(path, run)
-    print(block({path.name: run}))
-    must_be_same = "--deterministic" in flags or run["environment"]["device"] == "cpu"
+    args = parser.parse_args()
+    run = compare(args.flags)
+    env = run["environment"]
+    machine.save(machine.new_path(args.out, "resume", env["device"]), run)
+    row = {"machine": machine.describe(env), "torch": env["torch"], "commit": env["commit"]}
+    row["flags"] = " ".join(args.flags) or "the defaults"
+    row |= {"same losses": str(run["same_losses"]), "same weights": str(run["same_weights"])}
+    row["largest difference"] = f"{run['difference']:.0e}"
+    print(machine.markdown([row]))
+    must_be_same = "--deterministic" in args.flags or not env["driver"]
     return int(must_be_same and not (run["same_weights"] and run["same_losses"]))
 
 
 if __name__ == "__main__":
-    sys.exit(machine.exit_code("resume.py", main))
+    sys.exit(machine.exit_code(main))
