@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import config as flags
 import train_gpt2
 from config import DEFAULTS, OF_COMMAND, RECIPES, SPEED_UPS, TrainConfig, resolve
-from model import GPTConfig
+from model import ComputeConfig, GPTConfig
 from support.checkpoint import Weights
 from support.cli import UserError
 from support.world import World
@@ -62,10 +63,8 @@ def test_spellings():
 
 
 WRONG = {  # and a word that the line must have
-    "--steps many": "--steps",
     "--lerning-rate 3": "--lerning-rate",
     "--step 3": "--step",  # no abbreviations
-    "--config nowhere.json": "nowhere.json",
     "--config typo.json": "stesp",
     "--model gpt3": "gpt3",
     "--prompt \udcff": "UTF-8",
@@ -251,15 +250,26 @@ def test_changes():
     before = resolved("--steps 7")
     saved = flags.to_save(before, MACHINE)
     assert flags.changes(saved, saved) == [] == flags.changes({}, saved)
+    del saved["dropout"]  # it is newer than the checkpoint
     now = flags.to_save(
-        replace(before, steps=9, flash=False, micro_batch_size=1), MACHINE | {"ranks": 2}
+        replace(before, dropout=0.1, steps=9, flash=False, micro_batch_size=1),
+        MACHINE | {"ranks": 2},
     )
     lines = flags.changes(saved, now)
     told = {"steps": ("9", "7"), "flash": ("False", "True"), "ranks": ("2", "1")}
-    told["micro_batch"] = "1", "32"
+    told |= {"micro_batch": ("1", "32"), "dropout": ("0.1", "0.0")}
     for name, values in told.items():
         (line,) = [line for line in lines if name in line.replace("-", "_")]
         assert all(value in line for value in values)
-        assert ("not bit for bit" in line) == (name != "steps")
+        assert ("not bit for bit" in line) == (name not in ("steps", "dropout"))
     assert len(lines) == len(told)
     assert {*SPEED_UPS, "micro_batch_size", "recompute", "loss_chunk_tokens"} <= {*flags.INEXACT}
+
+
+def test_each_flag_is_read():
+    """One that nothing reads would be taken, and do nothing. So would a field of the network."""
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]
+    source = "".join(path.read_text("utf-8") for path in paths if path.name != "config.py")
+    for kind, owner in ((TrainConfig, "config"), (GPTConfig, "config"), (ComputeConfig, "compute")):
+        for name in {f.name for f in fields(kind)} - {"bf16", "fp16", "compile"}:
+            assert re.search(rf"\b{owner}s?(\[.\])?\.{name}\b|\W\"{name}\"\W", source), name

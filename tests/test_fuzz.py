@@ -6,7 +6,6 @@ FUZZ_CASES=1000 tries so many of each kind."""
 import copy
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from dataloader import ShardError, ShardLoader, open_folder
+from dataloader import ShardError
 from model import GPT, GPTConfig
 from support.checkpoint import load_model, save_weights
 from support.cli import RunError
@@ -97,15 +96,3 @@ def test_folder(tmp_path, name):
         assert model.logits(torch.zeros(1, 1, dtype=torch.int64)).isfinite().any()
 
     check_fields(tmp_path / name, use)
-
-
-def test_manifest(data_dir, tmp_path):
-    """No token beyond its largest id comes through."""
-    shutil.copytree(data_dir, tmp_path / "data")
-
-    def use():
-        data = open_folder(tmp_path / "data")
-        loader = ShardLoader(data.train, 1, 16)
-        assert max(int(loader.next_batch()[1].max()) for _ in range(len(loader))) < 257
-
-    check_fields(tmp_path / "data/manifest.json", use)

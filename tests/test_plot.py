@@ -24,7 +24,7 @@ def write_run(out_dir: Path, seed: int, losses: list[float], is_complete: bool =
     (out_dir / LOG).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def test_a_mean_is_of_complete_runs_and_says_how_many_are_not(tmp_path, monkeypatch, capsys):
+def test_mean_of_complete_runs(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     write_run(tmp_path / "1", 1, [4.0, 3.4])
     write_run(tmp_path / "2", 2, [4.0, 3.6])
@@ -41,30 +41,8 @@ def test_a_mean_is_of_complete_runs_and_says_how_many_are_not(tmp_path, monkeypa
     assert (tmp_path / "x.svg").read_text().startswith("<?xml")
 
 
-def test_what_a_resumed_run_has_repeated_counts_once(tmp_path):
-    write_run(tmp_path / "run", 1, [5.0, 4.0, 3.0], is_complete=False)
-    with open(tmp_path / "run" / LOG, "a") as log:
-        log.write('{"step": 2, "loss": 4.0, "ms": 10.0}\n')
-    [run] = plot.read_runs([str(tmp_path)])
-    assert run.values["loss"] == {1: 5.0, 2: 4.0} and run.values["val_loss"] == {1: 5.0}
-    assert not run.is_complete
-
-
-def test_bits_per_byte_are_drawn_where_every_log_has_them(tmp_path):
+def test_unit(tmp_path):
     write_run(tmp_path / "1", 1, [3.0], bits_per_byte=1.5)
     assert plot.find_unit(plot.read_runs([str(tmp_path)]), []) == "bits_per_byte"
     write_run(tmp_path / "2", 2, [3.0])
     assert plot.find_unit(plot.read_runs([str(tmp_path)]), []) == "val_loss"
-
-
-def test_a_run_is_compared_with_losses_on_its_own_data_set_alone(tmp_path):
-    write_run(tmp_path / "1", 1, [3.5])
-    [run] = plot.read_runs([str(tmp_path)])
-    references = json.loads(plot.REFERENCES.read_text(encoding="utf-8"))
-    assert plot.comparison(run, references) == []
-    run.start["tokenizer"] = "gpt2"
-    changes = {"n_layer": 12, "n_embd": 768, "data_dir": "data/fineweb-edu"}
-    run.start["flags"] |= changes
-    rows = plot.comparison(run, references)
-    assert {row["reference"].partition(" on ")[2] for row in rows} == {"FineWeb-Edu"}
-    assert float(rows[0]["at as many tokens"]) == pytest.approx(10.952, abs=1e-3)
