@@ -63,20 +63,16 @@ def test_spellings():
 
 
 WRONG = {  # and a word that the line must have
-    "--lerning-rate 3": "--lerning-rate",
     "--step 3": "--step",  # no abbreviations
     "--config typo.json": "stesp",
     "--model gpt3": "gpt3",
     "--prompt \udcff": "UTF-8",
-    "--steps 0 --warmup-steps 0": "--steps 0",
     "--learning-rate nan": "--learning-rate nan",
-    "--seed 2147483648": "--seed 2147483648",
     "--steps 12 --warmup-steps 12": "--warmup-steps 12",
     "--model gpt2 --n-embd 32 --n-head 5": "--n-head 5",
     "--bf16 --fp16": "--no-fp16",
     "--bf16-residual --no-bf16": "--no-bf16-residual",
     "--batch-tokens 100 --seq-len 16 --micro-batch-size 3": "48",
-    "--batch-tokens 8 --seq-len 16": "--batch-tokens 8",
 }
 
 

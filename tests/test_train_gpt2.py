@@ -344,16 +344,13 @@ MISTAKES = {  # words in the line
     "--data-dir beyond --model gpt2": "60000",
     "--seq-len 4096 --batch-tokens 8192": "1009",
     "--hellaswag questions.jsonl": "line 1",
-    "--init-from nobody/none": "nobody/none",
     "--init-from weights.pt": "weights.pt",
     "--init-from flipped": "flipped",
     f"{WEIGHTS} weights50257": "gpt2",
     f"{WEIGHTS} weights257 --seq-len 64": "64",
     f"{WEIGHTS} weights100": "256",
     "--out-dir run": "--out-dir run",
-    "--out-dir run/log.jsonl/run": "--out-dir run/log.jsonl/run",
     "--out-dir flipped --resume --steps 9": "flipped",
-    "--device cuda": "--device cuda",
 }
 
 
