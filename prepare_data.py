@@ -166,10 +166,12 @@ def tokenize(batch: list[tuple[bool, str]]) -> np.ndarray:
     return np.concatenate(parts, dtype=TOKEN)
 
 
-def tokenized(todo: Iterator, folder: Path, num_workers: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each batch's split and tokens, in order. Workers load folder's tokenizer."""
+def tokenized(
+    todo: Iterator, tokenizer: Tokenizer, folder: Path, num_workers: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield each batch's split and tokens, in order. Workers load the tokenizer from folder."""
     if num_workers < 2:
-        TOKENIZER[:] = [read_tokenizer(folder)]  # type: ignore[list-item]
+        TOKENIZER[:] = [tokenizer]
         yield from ((split, tokenize(batch)) for split, batch in todo)
         return
     # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
@@ -262,7 +264,7 @@ def write_folder(folder: Path, text: Text, config: PrepareConfig) -> dict:
     is_long = tokenizer.merges and sum(text.sizes) > MIN_FOR_WORKERS
     num_workers = min(config.workers, 61) if is_long else 1
     shards = {split: Shards(folder, split, config.shard_tokens) for split in ("train", "val")}
-    todo = tokenized(text.batches(), folder, num_workers)
+    todo = tokenized(text.batches(), tokenizer, folder, num_workers)
     for split, tokens in tqdm(todo, unit="batch", leave=False, disable=None):
         shards[split].add(tokens)
     for split, of_split in shards.items():

@@ -253,9 +253,9 @@ def records(path: str, encoding: str, fields: list[str]) -> Iterator[tuple[str, 
         return
     with io.TextIOWrapper(opened(path), encoding, errors="replace", newline="") as stream:
         if kind in (".jsonl", ".ndjson", ".jl"):
-            yield from json_lines(stream)
+            yield from json_lines(stream, fields)
         elif kind == ".json":
-            yield from json_values(stream)
+            yield from json_values(stream, fields)
         elif kind in (".csv", ".tsv"):
             yield from table_rows(stream, kind, fields)
         else:
@@ -277,9 +277,11 @@ def text_of(record: Any, fields: list[str]) -> str | io.TextIOBase:
     return Bad(f"no text in the field {fields[0]}")
 
 
-def parsed(text: str) -> Any:
+def parsed(text: str, fields: list[str]) -> Any:
+    # The hook takes half as long as json itself, so it is for texts in which a field may be twice.
+    hook = unique_keys if any(text.count(f'"{name}"') > 1 for name in fields) else None
     try:
-        return json.loads(text, object_pairs_hook=unique_keys)
+        return json.loads(text, object_pairs_hook=hook)
     except (ValueError, RecursionError):
         return Bad("no valid JSON, or a key that is there twice")
 
@@ -292,21 +294,21 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
     return record
 
 
-def json_lines(lines: Iterable[str], first: int = 1) -> Iterator[tuple[str, Any]]:
-    return ((f"line {n}", parsed(x)) for n, x in enumerate(lines, first) if not x.isspace())
+def json_lines(lines: Iterable[str], fields: list[str], first: int = 1) -> Iterator:
+    return ((f"line {n}", parsed(x, fields)) for n, x in enumerate(lines, first) if not x.isspace())
 
 
-def json_values(stream: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:
+def json_values(stream: io.TextIOWrapper, fields: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the objects in lines, the elements of an array, or an object. An array is in memory."""
     text = stream.readline()
-    value = parsed(text)
+    value = parsed(text, fields)
     if isinstance(value, dict):
-        return chain([("line 1", value)], json_lines(stream, 2))
+        return chain([("line 1", value)], json_lines(stream, fields, 2))
     if isinstance(value, Bad):
         text += stream.read()
-        value = parsed(text)
+        value = parsed(text, fields)
     if isinstance(value, Bad):
-        return json_lines(io.StringIO(text))
+        return json_lines(io.StringIO(text), fields)
     values = value if isinstance(value, list) else [value]
     return ((f"element {number}", element) for number, element in enumerate(values, 1))
 
