@@ -196,8 +196,8 @@ def evaluate(typed: dict, world: World) -> str:
     weights = find_weights(typed.pop("weights"))
     typed["compile"] = False  # an evaluation is too short for it to pay off
     state = weights.folder / "state.json"  # if they are of a run: take its data and precision
-    saved = json.loads(state.read_bytes())["flags"] if state.exists() else {}
-    saved = to_take(saved, device_name(world.device))
+    saved = json.loads(state.read_bytes()) if state.exists() else {}
+    saved = to_take(saved.get("flags", {}), device_name(world.device))  # none before 1.0
     config = resolve(typed, saved, weights, world)
     model = GPT(weights.shape, ComputeConfig(**config.fields_of(ComputeConfig))).to(world.device)
     load_weights(model, weights.folder)

@@ -64,8 +64,8 @@ VARLEN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, S
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Return causal attention, unfused: q (B, nh, T, hs) -> (B, nh, T, hs). If k and v
-    have more positions than q, q holds the last T. All weights, (B, nh, T, T), are in memory."""
+    """Return causal attention, unfused: q (B, nh, T, hs) -> (B, nh, T, hs). If k and v have more
+    positions than q, q holds the last T. All weights, (B, nh, T, T), are in memory."""
     T, hs = q.shape[-2:]
     past = k.shape[-2] - T
     future = q.new_full((T, past + T), -math.inf).triu(1 + past)

@@ -1,4 +1,4 @@
-"""Checkpoints: how they are written, verified, read and rotated; and GPT-2s of Hugging Face.
+"""A run's folder, its checkpoints (written, verified, read, rotated), and GPT-2s of Hugging Face.
 
 A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model:
     config.json             the shape of the network
