@@ -44,7 +44,10 @@ from support.tokenizer import (
     train_tokenizer,
 )
 
-SAMPLE = 1 << 24  # characters of text to train a tokenizer on
+# To train a tokenizer on: 2,048 stretches of 4,096 characters. Twice as many took 2 s longer, for
+# 0.1% fewer tokens of held-out Python.
+STRETCH = 1 << 12
+NUM_STRETCHES = 1 << 11
 FREE = ("data_dir", "workers")  # a repeated command may change these
 MIN_FOR_WORKERS = 1 << 22  # characters, as starting a process takes time
 
@@ -84,11 +87,15 @@ class Text:
     def __init__(self, files: dict[str, list[str]], config: PrepareConfig):
         self.readers: dict[str, Reader] = {}
         self.sizes = array("Q")  # of the documents, in characters
+        self.sample = Sample(config.seed)
         for split, paths in files.items():
             reader = self.readers[split] = Reader(paths, config.text_field, config.encoding)
+            is_drawn = split == "train" and config.tokenizer == "bpe"
             for begins, piece in reader.pieces():
                 if begins:
                     self.sizes.append(0)
+                if is_drawn:
+                    self.sample.add(len(self.sizes) - 1, self.sizes[-1], piece)
                 self.sizes[-1] += len(piece)
         num_val = 0 if "val" in files else round(config.val_fraction * len(self.sizes))
         self.is_val = {*random.Random(config.seed).sample(range(len(self.sizes)), num_val)}
@@ -111,28 +118,55 @@ class Text:
                 if begins:
                     number += 1
                     num_left = self.num_train(of_reader, number)
-                cut = max(num_left, 0)
-                parts = ("train", begins, piece[:cut]), ("val", num_left >= 0, piece[cut:])
+                split, is_first = ("train", begins) if num_left > 0 else ("val", num_left == 0)
+                if 0 < num_left < len(piece):  # the document's end is for validation
+                    waiting["val"].append((True, piece[num_left:]))
+                waiting[split].append((is_first, piece[:num_left] if num_left > 0 else piece))
                 num_left -= len(piece)  # negative after the first piece for validation
-                for split, is_first, part in parts:
-                    if part:
-                        waiting[split].append((is_first, part))
-                        num_chars[split] += len(part)
-                    if num_chars[split] >= 2 * PIECE:
-                        yield split, waiting[split]
-                        waiting[split], num_chars[split] = [], 0
+                num_chars[split] += len(piece)
+                if num_chars[split] >= 2 * PIECE:
+                    yield split, waiting[split]
+                    waiting[split], num_chars[split] = [], 0
         yield from waiting.items()
 
-    def sample(self, seed: int) -> Iterator[str]:
-        """Yield up to SAMPLE characters for training, drawn from all of them."""
-        rng, num_left, share = random.Random(seed), SAMPLE, SAMPLE / (1 + sum(self.sizes))
-        for split, batch in self.batches():
-            if split == "train" and num_left > 0 and rng.random() < share:
-                yield from (piece for _, piece in batch)
-                num_left -= sum(len(piece) for _, piece in batch)
+    def to_train_on(self) -> Iterator[str]:
+        """Yield the sample's texts, without what is for validation."""
+        for number, start, text in self.sample.texts():
+            if start < (end := self.num_train("train", number)):
+                yield text[: end - start]
 
     def account(self) -> list[str]:
         return [line for reader in self.readers.values() for line in reader.account()]
+
+
+class Sample:
+    """Up to NUM_STRETCHES of what is added, each as likely as any other (reservoir sampling, Vitter
+    1985), so that a text need not be read once more to draw from all of it."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.stretches: list[list[tuple[int, int, str]]] = []
+        self.open: list[tuple[int, int, str]] = []  # the stretch that grows: document, place, text
+        self.num_chars = self.num_closed = 0
+
+    def add(self, number: int, start: int, piece: str):
+        for i in range(0, len(piece), STRETCH):
+            self.open.append((number, start + i, piece[i : i + STRETCH]))
+            self.num_chars += len(self.open[-1][2])
+            if self.num_chars >= STRETCH:
+                self.close()
+
+    def close(self):
+        place = self.rng.randrange(self.num_closed + 1)
+        if len(self.stretches) < NUM_STRETCHES:
+            self.stretches.append(self.open)
+        elif place < NUM_STRETCHES:
+            self.stretches[place] = self.open
+        self.open, self.num_chars, self.num_closed = [], 0, self.num_closed + 1
+
+    def texts(self) -> Iterator[tuple[int, int, str]]:
+        self.close()
+        return chain(*self.stretches)
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
@@ -242,7 +276,7 @@ def write_synced(path: Path, contents: Iterable[bytes]):
 def find_tokenizer(config: PrepareConfig, text: Text) -> Tokenizer:
     """Return --tokenizer, or raise UserError if there is none."""
     if config.tokenizer == "bpe":
-        return train_tokenizer(text.sample(config.seed), config.vocab_size)
+        return train_tokenizer(text.to_train_on(), config.vocab_size)
     if config.tokenizer == "bytes":
         return bytes_tokenizer()
     if config.tokenizer == "gpt2":

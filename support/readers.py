@@ -104,11 +104,9 @@ class Reader:
                 self.note(f"record skipped, {text}", f"{path}, {place}{has}")
                 continue
             self.counts["documents"] += 1
+            is_short = isinstance(text, str) and len(text) <= LONGEST_PIECE
             begins = True
-            parts = pieces(text)
-            if isinstance(text, str) and len(text) <= LONGEST_PIECE:
-                parts = iter([text])  # faster
-            for piece in parts:
+            for piece in (text,) if is_short else pieces(text):
                 if not piece.isascii():
                     # JSON may hold halves of surrogate pairs, which are no text.
                     piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -272,7 +270,7 @@ def text_of(record: Any, fields: list[str]) -> str | io.TextIOBase:
         messages = [(m.get("role", m.get("from")), m.get("content", m.get("value"))) for m in value]
         if all(isinstance(part, str) for message in messages for part in message):
             value = "\n\n".join(map(": ".join, messages))
-    if isinstance(value, io.TextIOBase) or (isinstance(value, str) and value):
+    if (isinstance(value, str) and value) or isinstance(value, io.TextIOBase):
         return value
     return Bad(f"no text in the field {fields[0]}")
 
