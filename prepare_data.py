@@ -49,7 +49,7 @@ from support.tokenizer import (
 STRETCH = 1 << 12
 NUM_STRETCHES = 1 << 11
 FREE = ("data_dir", "workers")  # a repeated command may change these
-MIN_FOR_WORKERS = 1 << 22  # characters, as starting a process takes time
+MIN_FOR_WORKERS = 1 << 22  # bytes of input, as starting a process takes time
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,29 @@ class Text:
     each."""
 
     def __init__(self, files: dict[str, list[str]], config: PrepareConfig):
-        self.readers: dict[str, Reader] = {}
-        self.sizes = array("Q")  # of the documents, in characters
+        self.readers = {
+            split: Reader(paths, config.text_field, config.encoding)
+            for split, paths in files.items()
+        }
+        self.config = config
         self.sample = Sample(config.seed)
-        for split, paths in files.items():
-            reader = self.readers[split] = Reader(paths, config.text_field, config.encoding)
-            is_drawn = split == "train" and config.tokenizer == "bpe"
+        self.sizes = array("Q")  # of the documents, in characters
+
+    def count(self):
+        """Read all text, to learn its documents' sizes, and draw the sample and the validation."""
+        for split, reader in self.readers.items():
+            is_drawn = split == "train" and self.config.tokenizer == "bpe"
             for begins, piece in reader.pieces():
                 if begins:
                     self.sizes.append(0)
                 if is_drawn:
                     self.sample.add(len(self.sizes) - 1, self.sizes[-1], piece)
                 self.sizes[-1] += len(piece)
-        num_val = 0 if "val" in files else round(config.val_fraction * len(self.sizes))
-        self.is_val = {*random.Random(config.seed).sample(range(len(self.sizes)), num_val)}
+        share = 0 if "val" in self.readers else self.config.val_fraction
+        numbers = range(len(self.sizes))
+        self.is_val = {
+            *random.Random(self.config.seed).sample(numbers, round(share * len(numbers)))
+        }
 
     def num_train(self, split: str, number: int) -> int:
         """Return how many characters of a document are for training: its first ones."""
@@ -110,6 +119,8 @@ class Text:
     def batches(self) -> Iterator[tuple[str, list[tuple[bool, str]]]]:
         """Yield each split's pieces, and whether a document begins there, in batches, since a
         worker's answer takes time."""
+        if not self.sizes:  # here, so that workers start meanwhile
+            self.count()
         waiting: dict[str, list] = {"train": [], "val": []}
         num_chars = {"train": 0, "val": 0}
         number = -1
@@ -124,13 +135,14 @@ class Text:
                 waiting[split].append((is_first, piece[:num_left] if num_left > 0 else piece))
                 num_left -= len(piece)  # negative after the first piece for validation
                 num_chars[split] += len(piece)
-                if num_chars[split] >= 2 * PIECE:
+                if num_chars[split] >= 8 * PIECE:
                     yield split, waiting[split]
                     waiting[split], num_chars[split] = [], 0
         yield from waiting.items()
 
     def to_train_on(self) -> Iterator[str]:
         """Yield the sample's texts, without what is for validation."""
+        self.count()
         for number, start, text in self.sample.texts():
             if start < (end := self.num_train("train", number)):
                 yield text[: end - start]
@@ -295,7 +307,9 @@ def write_folder(folder: Path, text: Text, config: PrepareConfig) -> dict:
     for name, content in tokenizer.files().items():
         (folder / name).write_bytes(content)
     # Bytes take no time. On Windows, a pool can't have more than 61 processes.
-    is_long = tokenizer.merges and sum(text.sizes) > MIN_FOR_WORKERS
+    files = chain(*(reader.files for reader in text.readers.values()))
+    num_bytes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
+    is_long = tokenizer.merges and num_bytes > MIN_FOR_WORKERS
     num_workers = min(config.workers, 61) if is_long else 1
     shards = {split: Shards(folder, split, config.shard_tokens) for split in ("train", "val")}
     todo = tokenized(text.batches(), tokenizer, folder, num_workers)

@@ -22,7 +22,7 @@ from support.cli import UserError
 
 BLOCK = 1 << 16  # bytes or characters to read at a time
 SAMPLE = 1 << 18  # bytes by which an encoding is found
-PIECE = 1 << 18  # characters of a long text to yield at a time, where it has white space
+PIECE = 1 << 16  # characters of a long text to yield at a time, where it has white space
 LONGEST_PIECE = 1 << 20
 # GPT-2's pattern begins a token at white space that follows a visible character.
 BOUNDARY = re.compile(r"(?<=\S)[ \t\r\n]")
@@ -104,15 +104,18 @@ class Reader:
                 self.note(f"record skipped, {text}", f"{path}, {place}{has}")
                 continue
             self.counts["documents"] += 1
-            is_short = isinstance(text, str) and len(text) <= LONGEST_PIECE
             begins = True
-            for piece in (text,) if is_short else pieces(text):
-                if not piece.isascii():
-                    # JSON may hold halves of surrogate pairs, which are no text.
+            is_short = isinstance(text, str) and len(text) <= LONGEST_PIECE
+            parts: Iterable[Any] = (text,) if is_short else pieces(text)
+            for piece in parts:
+                try:
+                    piece.encode()
+                except UnicodeEncodeError:  # JSON may hold half a surrogate pair, which is no text
                     piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                    if "\ufffd" in piece:
-                        what = "what is no text, or in another encoding, is U+FFFD"
-                        self.note(what, f"{path}, {place}")
+                if "\ufffd" in piece:
+                    self.note(
+                        "what is no text, or in another encoding, is U+FFFD", f"{path}, {place}"
+                    )
                 yield begins, piece
                 begins = False
 
@@ -134,8 +137,10 @@ def pieces(text: str | io.TextIOBase) -> Iterator[str]:
     rest = ""
     for block in [text] if isinstance(text, str) else iter(lambda: text.read(BLOCK), ""):
         rest, start = rest + block, 0
-        while len(rest) - start > LONGEST_PIECE:
+        while len(rest) - start > PIECE:
             found = BOUNDARY.search(rest, start + PIECE, start + LONGEST_PIECE)
+            if not found and len(rest) - start <= LONGEST_PIECE:
+                break  # read on
             end = found.start() if found else start + LONGEST_PIECE
             yield rest[start:end]
             start = end
