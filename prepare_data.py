@@ -44,10 +44,9 @@ from support.tokenizer import (
     train_tokenizer,
 )
 
-# To train a tokenizer on: 2,048 stretches of 4,096 characters. Twice as many took 2 s longer, for
+# Characters to train a tokenizer on, or down to half as many. Twice as many took 2 s longer, for
 # 0.1% fewer tokens of held-out Python.
-STRETCH = 1 << 12
-NUM_STRETCHES = 1 << 11
+SAMPLE = 12_000_000
 FREE = ("data_dir", "workers")  # a repeated command may change these
 MIN_FOR_WORKERS = 1 << 22  # bytes of input, as starting a process takes time
 
@@ -85,29 +84,33 @@ class Text:
     each."""
 
     def __init__(self, files: dict[str, list[str]], config: PrepareConfig):
-        self.readers = {
-            split: Reader(paths, config.text_field, config.encoding)
-            for split, paths in files.items()
-        }
+        what = config.text_field, config.encoding
+        self.readers = {split: Reader(paths, *what) for split, paths in files.items()}
         self.config = config
-        self.sample = Sample(config.seed)
         self.sizes = array("Q")  # of the documents, in characters
+        self.sample: list[tuple] = []  # pieces: a random number, the document, where, the text
 
     def count(self):
-        """Read all text, to learn its documents' sizes, and draw the sample and the validation."""
+        """Read all text for the sizes of its documents, draw those for validation, and draw pieces
+        to train a tokenizer on."""
+        rng, share, num_chars = random.Random(self.config.seed), 1.0, 0
         for split, reader in self.readers.items():
-            is_drawn = split == "train" and self.config.tokenizer == "bpe"
+            is_sampled = split == "train" and self.config.tokenizer == "bpe"
             for begins, piece in reader.pieces():
                 if begins:
                     self.sizes.append(0)
-                if is_drawn:
-                    self.sample.add(len(self.sizes) - 1, self.sizes[-1], piece)
+                if is_sampled and (draw := rng.random()) < share:
+                    self.sample.append((draw, len(self.sizes) - 1, self.sizes[-1], piece))
+                    num_chars += len(piece)
                 self.sizes[-1] += len(piece)
-        share = 0 if "val" in self.readers else self.config.val_fraction
+                if num_chars > SAMPLE:  # drop every second one, and from now on, too
+                    share /= 2
+                    self.sample = [drawn for drawn in self.sample if drawn[0] < share]
+                    num_chars = sum(len(drawn[3]) for drawn in self.sample)
+        of_val = 0 if "val" in self.readers else self.config.val_fraction
         numbers = range(len(self.sizes))
-        self.is_val = {
-            *random.Random(self.config.seed).sample(numbers, round(share * len(numbers)))
-        }
+        rng = random.Random(self.config.seed)
+        self.is_val = {*rng.sample(numbers, round(of_val * len(numbers)))}
 
     def num_train(self, split: str, number: int) -> int:
         """Return how many characters of a document are for training: its first ones."""
@@ -141,44 +144,14 @@ class Text:
         yield from waiting.items()
 
     def to_train_on(self) -> Iterator[str]:
-        """Yield the sample's texts, without what is for validation."""
+        """Yield the sample, without what is for validation."""
         self.count()
-        for number, start, text in self.sample.texts():
+        for _, number, start, piece in self.sample:
             if start < (end := self.num_train("train", number)):
-                yield text[: end - start]
+                yield piece[: end - start]
 
     def account(self) -> list[str]:
         return [line for reader in self.readers.values() for line in reader.account()]
-
-
-class Sample:
-    """Up to NUM_STRETCHES of what is added, each as likely as any other (reservoir sampling, Vitter
-    1985), so that a text need not be read once more to draw from all of it."""
-
-    def __init__(self, seed: int):
-        self.rng = random.Random(seed)
-        self.stretches: list[list[tuple[int, int, str]]] = []
-        self.open: list[tuple[int, int, str]] = []  # the stretch that grows: document, place, text
-        self.num_chars = self.num_closed = 0
-
-    def add(self, number: int, start: int, piece: str):
-        for i in range(0, len(piece), STRETCH):
-            self.open.append((number, start + i, piece[i : i + STRETCH]))
-            self.num_chars += len(self.open[-1][2])
-            if self.num_chars >= STRETCH:
-                self.close()
-
-    def close(self):
-        place = self.rng.randrange(self.num_closed + 1)
-        if len(self.stretches) < NUM_STRETCHES:
-            self.stretches.append(self.open)
-        elif place < NUM_STRETCHES:
-            self.stretches[place] = self.open
-        self.open, self.num_chars, self.num_closed = [], 0, self.num_closed + 1
-
-    def texts(self) -> Iterator[tuple[int, int, str]]:
-        self.close()
-        return chain(*self.stretches)
 
 
 # ---- Tokens --------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_any_number_of_workers(tokenizer, tmp_path, monkeypatch):
     read = []  # to train a vocabulary
     train = lambda texts, size: read.extend(texts) or train_tokenizer(read, size)  # noqa: E731
     monkeypatch.setattr(prepare_data, "train_tokenizer", train)
-    monkeypatch.setattr(prepare_data, "NUM_STRETCHES", 50)  # of 82
+    monkeypatch.setattr(prepare_data, "SAMPLE", 200_000)  # of 460,000 characters
     flags = ["--input", tmp_path / "a.jsonl", PROGRAM, "--shard-tokens=20011", "--val-fraction=0.3"]
     for workers in "123":
         more = ("--tokenizer", tokenizer, "--workers", workers)
@@ -135,7 +135,7 @@ def test_any_number_of_workers(tokenizer, tmp_path, monkeypatch):
     assert documents_of(folder, "train") == train
     assert all(any(piece in text for text in train) for piece in read)
     is_last_drawn = any(len(x) > 99 and x in documents[-1] for x in read)
-    assert tokenizer != "bpe" or (is_last_drawn and sum(map(len, read)) < 6e5)
+    assert tokenizer != "bpe" or (is_last_drawn and 5e4 < sum(map(len, read)) / 3 < 2e5)
     manifest, data = json.loads((folder / "manifest.json").read_bytes()), open_folder(folder)
     ours = read_tokenizer(folder)
     assert data.vocab_size == ours.size and data.tokenizer == ours.name
