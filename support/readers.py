@@ -37,6 +37,7 @@ NO_TEXT = {  # how files begin, and what they are
     b"PK\3\4": "an archive or an Office document: unpack it, or save it as text",
     b"\xd0\xcf\x11\xe0": "an Office document: save it as text",
 }
+REPLACED = "what is no text, or in another encoding, is U+FFFD"
 
 
 class Bad(str):
@@ -106,16 +107,14 @@ class Reader:
             self.counts["documents"] += 1
             begins = True
             is_short = isinstance(text, str) and len(text) <= LONGEST_PIECE
-            parts: Iterable[Any] = (text,) if is_short else pieces(text)
+            parts: Iterable[Any] = (text,) if is_short else pieces(text)  # faster for table rows
             for piece in parts:
                 try:
                     piece.encode()
                 except UnicodeEncodeError:  # JSON may hold half a surrogate pair, which is no text
                     piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 if "\ufffd" in piece:
-                    self.note(
-                        "what is no text, or in another encoding, is U+FFFD", f"{path}, {place}"
-                    )
+                    self.note(REPLACED, f"{path}, {place}")
                 yield begins, piece
                 begins = False
 

@@ -159,15 +159,18 @@ def test_val_fraction(tmp_path):
     assert len(drawn) == 4 and {len(val) for val in drawn} == {2}
 
 
-@pytest.mark.parametrize("count", [1, 3])  # 0.45 documents
+@pytest.mark.parametrize("count", [1, 3, 40])
 def test_few_documents(count, tmp_path, monkeypatch):
     cut_into(monkeypatch, 100)
     texts = [("\u4f60" * 90 + " ") * n + "\u597d " * 7 for n in range(5, 5 + count)]
     source = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts))
-    assert prepare(tmp_path / "data", "--input", source, "--val-fraction", 0.15) == 0
+    batches, real = [], prepare_data.tokenize
+    monkeypatch.setattr(prepare_data, "tokenize", lambda x: real(batches.append(x) or x))
+    assert prepare(tmp_path / "data", "--input", source, "--val-fraction", 0.45 / count) == 0
     ends = [(text, len(text) * 9 // 10) for text in texts]
     assert documents_of(tmp_path / "data", "train") == [text[:end] for text, end in ends]
     assert documents_of(tmp_path / "data", "val") == [text[end:] for text, end in ends]
+    assert max(sum(len(text) for _, text in batch) for batch in batches) < 2 * 8 * 100
 
 
 def test_val_input(texts, tmp_path, monkeypatch):
@@ -238,9 +241,6 @@ def test_failing_disk(texts, tmp_path, monkeypatch, capsys):
         assert code == 0 or "No space left" in error_of(capsys)
         assert names_in(tmp_path) == ({"texts"} if code else {"texts", "data"})
     assert len(calls) > 40 and open_folder(tmp_path / "data")
-
-
-# ---- Processes -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
