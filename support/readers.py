@@ -227,25 +227,21 @@ def examine(path: str, encoding: str) -> tuple[str, str]:
 
 
 def likely_encoding(block: bytes, file: BinaryIO) -> str:
-    """Return UTF-8 for a text, which begins with block, that is UTF-8 or mostly so; else what
-    chardet says of its first lines that are not ASCII."""
-    sample, is_utf8 = b"", True
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    while block and (is_utf8 or len(sample) < SAMPLE):
-        if len(sample) < SAMPLE and not block.isascii():
+    """Return UTF-8 for a text, which begins with block, whose first lines that are not ASCII are
+    UTF-8 or mostly so; else what chardet says of them."""
+    sample = b""
+    while block and len(sample) < SAMPLE:
+        if not block.isascii():
             sample += b"".join(x for x in block.splitlines(keepends=True) if not x.isascii())
-        try:
-            decoder.decode(block)
-        except UnicodeDecodeError:
-            is_utf8 = False
         block = file.read(BLOCK)
-    text = sample.decode("utf-8", "replace")
-    if is_utf8 or sum(char > "\x7f" for char in text) > 2 * text.count("\ufffd"):
+    num_bytes = sum(byte > 0x7F for byte in sample)
+    num_utf8 = sum(byte > 0x7F for byte in sample.decode("utf-8", "ignore").encode())
+    if 2 * num_utf8 >= num_bytes:  # or there are none
         return "utf-8"
+    if num_bytes < 10:
+        return "cp1252"  # too few to tell
     import chardet
 
-    if sum(byte > 0x7F for byte in sample) < 10:
-        return "cp1252"  # too few to tell
     return chardet.detect(sample, compat_names=False)["encoding"] or "cp1252"
 
 
