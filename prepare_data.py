@@ -220,6 +220,10 @@ def tokenized(
                 split, future = running.popleft()
                 yield split, future.result()
         yield from ((split, future.result()) for split, future in running)
+    except BrokenProcessPool:
+        # Python 3.11.7 does this itself. 3.11.2 (Debian 12) waits for a reader for ever (gh-94777).
+        pool._call_queue._reader.close()  # type: ignore[attr-defined]
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
