@@ -18,15 +18,15 @@ import shutil
 import signal
 import sys
 import sysconfig
-import threading
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -168,24 +168,9 @@ class Text:
 
 # ---- Tokens --------------------------------------------------------------------------------------
 
-TOKENIZER: list[Tokenizer] = []  # of this process
 
-
-def start_worker(folder: Path):
-    """Load the tokenizer in a new process, which leaves Ctrl-C to its parent and ends with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    TOKENIZER[:] = [read_tokenizer(folder)]  # type: ignore[list-item]
-
-
-def end_with_parent():
-    parent_process().join()  # type: ignore[union-attr]  # returns even if the parent is killed
-    os._exit(1)
-
-
-def tokenize(batch: list[tuple[bool, str]]) -> np.ndarray:
+def tokenize(batch: list[tuple[bool, str]], tokenizer: Tokenizer) -> np.ndarray:
     """Return a batch's tokens, uint16; each document begins with <|endoftext|>."""
-    (tokenizer,) = TOKENIZER
     if not tokenizer.merges:  # at once, with a byte for <|endoftext|> that UTF-8 never has
         content = b"".join(b"\xff" * begins + text.encode() for begins, text in batch)
         tokens = np.frombuffer(content, np.uint8).astype(TOKEN)
@@ -197,35 +182,58 @@ def tokenize(batch: list[tuple[bool, str]]) -> np.ndarray:
     return np.concatenate(parts, dtype=TOKEN)
 
 
+def work(folder: Path, parent: Connection):
+    """Tokenize the batches that a process's parent sends, until it ends. Ctrl-C is left to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tokenizer = read_tokenizer(folder)
+    with suppress(EOFError, ConnectionError):  # the parent has ended
+        while True:
+            parent.send(tokenize(parent.recv(), tokenizer))  # type: ignore[arg-type]
+
+
 def tokenized(
     todo: Iterator, tokenizer: Tokenizer, folder: Path, num_workers: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each batch's split and tokens, in order. Workers load the tokenizer from folder."""
     if num_workers < 2:
-        TOKENIZER[:] = [tokenizer]
-        yield from ((split, tokenize(batch)) for split, batch in todo)
+        yield from ((split, tokenize(batch, tokenizer)) for split, batch in todo)
         return
     # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), start_worker, (folder,))
-    # Workers inherit this: before start_worker, Ctrl-C would make each print a traceback.
+    # A ProcessPoolExecutor hangs if a worker is killed while it sends a result, so each worker has
+    # a pipe of its own, which ends with it, and a thread that waits for it.
+    context = get_context("spawn")
+    workers: list[Connection] = []  # without a batch
+    # They inherit this: before work sets it, Ctrl-C would make each print a traceback.
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for _ in range(num_workers):
-        pool.submit(os.getpid)  # starts a worker
+        worker, end_of_worker = context.Pipe()
+        context.Process(target=work, args=(folder, end_of_worker), daemon=True).start()
+        end_of_worker.close()
+        workers.append(worker)
     signal.signal(signal.SIGINT, previous)
+
+    def ask(batch: list[tuple[bool, str]]) -> np.ndarray:
+        worker = workers.pop()
+        try:
+            worker.send(batch)
+            return worker.recv()
+        except (EOFError, ConnectionError) as error:
+            text = "a tokenizer process was killed, for lack of memory? Try fewer --workers"
+            raise RunError(text) from error
+        finally:
+            workers.append(worker)
+
+    threads = ThreadPoolExecutor(num_workers)
     running: deque = deque()
     try:
         for split, batch in todo:
-            running.append((split, pool.submit(tokenize, batch)))
+            running.append((split, threads.submit(ask, batch)))
             if len(running) > 4 * num_workers + 16:  # keep the workers busy during a write
                 split, future = running.popleft()
                 yield split, future.result()
         yield from ((split, future.result()) for split, future in running)
-    except BrokenProcessPool:
-        # Python 3.11.7 does this itself. 3.11.2 (Debian 12) waits for a reader for ever (gh-94777).
-        pool._call_queue._reader.close()  # type: ignore[attr-defined]
-        raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        threads.shutdown(cancel_futures=True)
 
 
 class Shards:
@@ -295,11 +303,10 @@ def write_folder(folder: Path, text: Text, config: PrepareConfig) -> dict:
     tokenizer = find_tokenizer(config, text)
     for name, content in tokenizer.files().items():
         (folder / name).write_bytes(content)
-    # Bytes take no time. On Windows, a pool can't have more than 61 processes.
     files = chain(*(reader.files for reader in text.readers.values()))
     num_bytes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    is_long = tokenizer.merges and num_bytes > MIN_FOR_WORKERS
-    num_workers = min(config.workers, 61) if is_long else 1
+    is_long = tokenizer.merges and num_bytes > MIN_FOR_WORKERS  # bytes take no time
+    num_workers = config.workers if is_long else 1
     shards = {split: Shards(folder, split, config.shard_tokens) for split in ("train", "val")}
     todo = tokenized(text.batches(), tokenizer, folder, num_workers)
     for split, tokens in tqdm(todo, unit="batch", leave=False, disable=None):
@@ -406,9 +413,6 @@ def main(argv: list[str]) -> int:
         return 130
     except ImportError as error:
         return report(UserError(f"{error.name} is missing: pip install {error.name}"))
-    except BrokenProcessPool:
-        text = "a tokenizer process was killed, for lack of memory? Try fewer --workers"
-        return report(RunError(text))
     except Timeout as error:
         return report(UserError(f"another process is at work: it holds {error.lock_file}"))
     except (RunError, OSError) as error:

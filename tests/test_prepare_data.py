@@ -103,9 +103,8 @@ def test_tokens_of_pieces(tokenizer, parts):
     text = "".join(part + "a " * (tokenizer != "bytes") for part in parts)
     with pytest.MonkeyPatch.context() as patch:
         cut_into(patch, 8)
-        patch.setattr(prepare_data, "TOKENIZER", [ours])
         batch = [(i == 0, piece) for i, piece in enumerate(readers.pieces(io.StringIO(text)))]
-        tokens = prepare_data.tokenize(batch).tolist()
+        tokens = prepare_data.tokenize(batch, ours).tolist()
     assert tokens == [ours.end_of_text] * bool(text) + ours.encode(text)
     assert all(0 < len(piece) <= 40 for _, piece in batch)
 
@@ -165,7 +164,8 @@ def test_few_documents(count, tmp_path, monkeypatch):
     texts = [("\u4f60" * 90 + " ") * n + "\u597d " * 7 for n in range(5, 5 + count)]
     source = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts))
     batches, real = [], prepare_data.tokenize
-    monkeypatch.setattr(prepare_data, "tokenize", lambda x: real(batches.append(x) or x))
+    spy = lambda batch, ours: real(batches.append(batch) or batch, ours)  # noqa: E731
+    monkeypatch.setattr(prepare_data, "tokenize", spy)
     assert prepare(tmp_path / "data", "--input", source, "--val-fraction", 0.45 / count) == 0
     ends = [(text, len(text) * 9 // 10) for text in texts]
     assert documents_of(tmp_path / "data", "train") == [text[:end] for text, end in ends]
