@@ -48,6 +48,7 @@ from support.tokenizer import (
 # 0.15% fewer tokens of held-out Python (3 seeds).
 SAMPLE = 12_000_000
 STRETCH = 1 << 12  # characters that are drawn together
+KEPT = 1 << 27  # bytes of text to keep in memory; a longer one is read twice
 FREE = ("data_dir", "workers")  # a repeated command may change these
 MIN_FOR_WORKERS = 1 << 22  # bytes of input, as starting a process takes time
 
@@ -93,28 +94,41 @@ class Text:
         self.sizes = array("Q")  # of the documents, in characters
         self.is_val: set[int] = set()  # the documents that are drawn for validation
         self.sample: list[tuple] = []  # a random number, the document, the place in it, the text
+        self.kept: list[tuple] = []  # all pieces, if they take little memory
+
+    def pieces(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield all text in pieces: the split of its file, whether a document begins there, and the
+        text."""
+        for split, reader in self.readers.items():
+            for begins, piece in reader.pieces():
+                yield split, begins, piece
 
     def count(self):
         """Read all text for the sizes of its documents, draw those for validation, and draw
         stretches to train a tokenizer on."""
         rng = random.Random(self.config.seed)
         share, num_chars = 1.0, 0  # of all text to keep, and in the sample
-        for split, reader in self.readers.items():
+        room = KEPT
+        for split, begins, piece in self.pieces():
+            if begins:
+                self.sizes.append(0)
             is_sampled = split == "train" and self.config.tokenizer == "bpe"
-            for begins, piece in reader.pieces():
-                if begins:
-                    self.sizes.append(0)
-                for start in range(0, len(piece), STRETCH) if is_sampled else ():
-                    if (draw := rng.random()) < share:
-                        text = piece[start : start + STRETCH]
-                        place = len(self.sizes) - 1, self.sizes[-1] + start
-                        self.sample.append((draw, *place, text))
-                        num_chars += len(text)
-                self.sizes[-1] += len(piece)
-                if num_chars > SAMPLE:  # drop about every second, from now on, too
-                    share /= 2
-                    self.sample = [drawn for drawn in self.sample if drawn[0] < share]
-                    num_chars = sum(len(text) for *_, text in self.sample)
+            for start in range(0, len(piece), STRETCH) if is_sampled else ():
+                if (draw := rng.random()) < share:
+                    text = piece[start : start + STRETCH]
+                    place = len(self.sizes) - 1, self.sizes[-1] + start
+                    self.sample.append((draw, *place, text))
+                    num_chars += len(text)
+            self.sizes[-1] += len(piece)
+            if num_chars > SAMPLE:  # drop about every second, from now on, too
+                share /= 2
+                self.sample = [drawn for drawn in self.sample if drawn[0] < share]
+                num_chars = sum(len(text) for *_, text in self.sample)
+            room -= sys.getsizeof(piece) + 64  # and its tuple
+            if room > 0:
+                self.kept.append((split, begins, piece))
+            else:
+                self.kept.clear()
         if "val" not in self.readers:
             rng = random.Random(self.config.seed)  # so that the split is the same for any tokenizer
             num_val = round(self.config.val_fraction * len(self.sizes))
@@ -135,24 +149,23 @@ class Text:
         waiting: dict[str, list] = {"train": [], "val": []}
         num_chars = {"train": 0, "val": 0}
         number = -1
-        for of_reader, reader in self.readers.items():
-            for begins, piece in reader.pieces():
-                if begins:
-                    number += 1
-                    num_left = self.num_train(of_reader, number)
-                if num_left >= len(piece):
-                    parts = [("train", begins, piece)]
-                elif num_left > 0:  # the document's end is for validation
-                    parts = [("train", begins, piece[:num_left]), ("val", True, piece[num_left:])]
-                else:
-                    parts = [("val", num_left == 0, piece)]
-                num_left -= len(piece)  # negative after the first piece for validation
-                for split, is_first, part in parts:
-                    waiting[split].append((is_first, part))
-                    num_chars[split] += len(part)
-                    if num_chars[split] >= 8 * PIECE:
-                        yield split, waiting[split]
-                        waiting[split], num_chars[split] = [], 0
+        for of_file, begins, piece in self.kept or self.pieces():
+            if begins:
+                number += 1
+                num_left = self.num_train(of_file, number)
+            if num_left >= len(piece):
+                parts = [("train", begins, piece)]
+            elif num_left > 0:  # the document's end is for validation
+                parts = [("train", begins, piece[:num_left]), ("val", True, piece[num_left:])]
+            else:
+                parts = [("val", num_left == 0, piece)]
+            num_left -= len(piece)  # negative after the first piece for validation
+            for split, is_first, part in parts:
+                waiting[split].append((is_first, part))
+                num_chars[split] += len(part)
+                if num_chars[split] >= 8 * PIECE:
+                    yield split, waiting[split]
+                    waiting[split], num_chars[split] = [], 0
         yield from waiting.items()
 
     def to_train_on(self) -> Iterator[str]:

@@ -122,10 +122,11 @@ def test_any_number_of_workers(tokenizer, tmp_path, monkeypatch):
     train = lambda texts, size: read.extend(texts) or train_tokenizer(read, size)  # noqa: E731
     monkeypatch.setattr(prepare_data, "train_tokenizer", train)
     monkeypatch.setattr(prepare_data, "SAMPLE", 200_000)  # of 460,000 characters
-    flags = ["--input", tmp_path / "a.jsonl", PROGRAM, "--shard-tokens=20011", "--val-fraction=0.3"]
-    for workers in "123":
-        more = ("--tokenizer", tokenizer, "--workers", workers)
-        assert prepare(tmp_path / workers, *flags, *more) == 0
+    flags = ["--shard-tokens=20011", "--val-fraction=0.3"]
+    flags += ["--input", tmp_path / "a.jsonl", PROGRAM, "--tokenizer"]
+    for workers, kept in zip("123", (0, 200_000, 1 << 27), strict=True):  # bytes of text in memory
+        monkeypatch.setattr(prepare_data, "KEPT", kept)
+        assert prepare(tmp_path / workers, *flags, tokenizer, "--workers", workers) == 0
     folder = tmp_path / "1"
     assert content(folder) == content(tmp_path / "2") == content(tmp_path / "3")
     val = documents_of(folder, "val")
@@ -164,8 +165,7 @@ def test_few_documents(count, tmp_path, monkeypatch):
     texts = [("\u4f60" * 90 + " ") * n + "\u597d " * 7 for n in range(5, 5 + count)]
     source = jsonl(tmp_path / "a.jsonl", *({"text": text} for text in texts))
     batches, real = [], prepare_data.tokenize
-    spy = lambda batch, ours: real(batches.append(batch) or batch, ours)  # noqa: E731
-    monkeypatch.setattr(prepare_data, "tokenize", spy)
+    monkeypatch.setattr(prepare_data, "tokenize", lambda x, y: real(batches.append(x) or x, y))
     assert prepare(tmp_path / "data", "--input", source, "--val-fraction", 0.45 / count) == 0
     ends = [(text, len(text) * 9 // 10) for text in texts]
     assert documents_of(tmp_path / "data", "train") == [text[:end] for text, end in ends]
