@@ -59,8 +59,7 @@ def copies(rank: int):
 
 def kills() -> list:
     """Ranks, flags, and the steps after which a run is killed; 20 steps are three epochs."""
-    few = [(1, LINES[0], (1, 2, 13, 20)), (2, LINES[0], (8,)), (1, LINES[1], (8,))]
-    few += [(1, "--fp16", (8,))]
+    few = [(1, LINES[0], (1, 13)), (2, LINES[0], (8,)), (1, LINES[1], (8,))]
     many = [(ranks, line, range(1, 21)) for ranks in (1, 2) for line in LINES]
     many += [(ranks, line, range(1, 21, 3)) for ranks in (3, 4) for line in LINES[:2]]
     return few + [pytest.param(*each, marks=slow) for each in many]

@@ -166,7 +166,7 @@ def test_measured_flags_are_kept(data_dir, tmp_path, ranks):
     equal(tmp_path / "run", tmp_path / "out/001")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=slow)])
 def test_micro_batch_that_fits(data_dir, tmp_path, ranks):
     """A resume keeps it, since another one would change the last bits."""
     line = flags(data_dir=data_dir, out_dir="run", micro_batch_size=None, batch_tokens=384)
@@ -279,6 +279,7 @@ def test_float16_overflow(data_dir, tmp_path, line, ranks):
     assert scaler["_growth_tracker"] == 12 - len(skipped)
 
 
+@slow
 def test_dropout(tmp_path):
     """It differs by step and rank, and spares validation: all sequences are the same here, and
     nothing is learned."""
