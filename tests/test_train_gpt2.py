@@ -153,7 +153,7 @@ def test_speed_ups(whole, data_dir, tmp_path, line):
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[1]), rel=tolerance)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=slow) for n in (1, 2)])
 def test_measured_flags_are_kept(data_dir, tmp_path, ranks):
     """Of --bf16 and --flash, which nobody has typed."""
     line = flags(data_dir=data_dir, out_dir="run", bf16=None, flash=None, batch_tokens=768)
