@@ -12,7 +12,6 @@ from typing import Any
 
 from dataloader import GPT2_TOKENS, MANIFEST
 from support.cli import UserError, check_values, flag, make_parser, parse, spell
-from support.tokenizer import gpt2_tokenizer
 
 # Layers and channels: Radford et al. 2019, table 2. Heads: OpenAI's released models. Learning rates
 # and batch sizes are those of GPT-3 models of similar size (Brown et al. 2020, table 2.1). Those of
@@ -151,7 +150,6 @@ FINETUNE_NANO = {"learning_rate": 1e-3, "muon": False}  # measured: benchmarks/R
 
 # For models larger than nano without --data-dir: half a minute on an H100.
 FIRST_RUN = {"batch_tokens": 65_536, "steps": 240}
-STDLIB = "data/stdlib-"  # the folder of Python's source, with the tokenizer's name at the end
 
 
 def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
@@ -246,7 +244,7 @@ def resolve(  # noqa: C901  # one rule after the other
         default(**FINETUNE)
     elif not flags["data_dir"]:
         default(prompt="def ", **({} if is_nano else FIRST_RUN))
-    flags["data_dir"] = flags["data_dir"] or python_source(model, weights)
+    flags["data_dir"] = flags["data_dir"] or python_source(weights)
     # Muon's products take 300 * n_layer * n_embd**3 FLOPs a step, however many tokens it has: for
     # GPT-2 124M, half as many as those of 4,400 tokens.
     if not is_nano and flags["batch_tokens"] < 6 * flags["n_embd"]:
@@ -270,13 +268,10 @@ def resolve(  # noqa: C901  # one rule after the other
     return config
 
 
-def python_source(model: str, weights: Any) -> str:
-    """Return the folder for Python's source as tokens: those of existing weights or, for new large
-    models, GPT-2's, if its vocabulary is on this machine; they are GPT-2 in every way then."""
-    if weights:
-        return STDLIB + (weights.tokenizer.partition("-")[0] or "gpt2")
-    has_gpt2 = model != "nano" and (Path(f"{STDLIB}gpt2").exists() or gpt2_tokenizer())
-    return STDLIB + ("gpt2" if has_gpt2 else "bpe")
+def python_source(weights: Any) -> str:
+    """Return the folder for Python's source as tokens: those of existing weights, or its own."""
+    tokenizer = (weights.tokenizer.partition("-")[0] or "gpt2") if weights else "bpe"
+    return f"data/stdlib-{tokenizer}"
 
 
 def make_python_source(data_dir: Path):

@@ -32,12 +32,6 @@ def resolved(line: str = "", saved: dict | None = None, on: World = CPU, weights
     return resolve(typed(*line.split()), saved or {}, weights, on)
 
 
-@pytest.fixture(autouse=True)
-def no_vocabulary(monkeypatch):
-    """GPT-2's takes half a second each time."""
-    monkeypatch.setattr(flags, "gpt2_tokenizer", lambda: None)
-
-
 @pytest.fixture
 def gpu(monkeypatch) -> World:
     """What resolve sees where there is a GPU of 2020, and Triton."""
@@ -175,17 +169,9 @@ def test_init_from():
         assert resolved("--init-from w --seq-len 32", weights=weights).seq_len == 32
 
 
-def test_tokens_of_pythons_source(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    gpt2, bpe = "data/stdlib-gpt2", "data/stdlib-bpe"
-    assert resolved("--model gpt2").data_dir == resolved().data_dir == bpe
+def test_tokens_of_pythons_source():
+    assert resolved("--model gpt2").data_dir == resolved().data_dir == "data/stdlib-bpe"
     assert resolved("--data-dir mine").data_dir == "mine"
-    monkeypatch.setattr(flags, "gpt2_tokenizer", lambda: "a tokenizer")
-    assert (resolved("--model gpt2").data_dir, resolved().data_dir) == (gpt2, bpe)
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / gpt2).mkdir(parents=True)  # was made before
-    assert (resolved("--model gpt2").data_dir, resolved().data_dir) == (gpt2, bpe)
 
 
 def test_whole_number_of_passes():
