@@ -108,7 +108,7 @@ class Text:
         stretches to train a tokenizer on."""
         rng = random.Random(self.config.seed)
         share, num_chars = 1.0, 0  # of all text to keep, and in the sample
-        room = KEPT
+        room = KEPT  # in memory
         for split, begins, piece in self.pieces():
             if begins:
                 self.sizes.append(0)
@@ -196,7 +196,7 @@ def tokenize(batch: list[tuple[bool, str]], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def work(folder: Path, parent: Connection):
-    """Tokenize the batches that a process's parent sends, until it ends. Ctrl-C is left to it."""
+    """Tokenize the batches that the parent process sends, until it ends; leave Ctrl-C to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tokenizer = read_tokenizer(folder)
     with suppress(EOFError, ConnectionError):  # the parent has ended
@@ -215,13 +215,13 @@ def tokenized(
     # A ProcessPoolExecutor hangs if a worker is killed while it sends a result, so each worker has
     # a pipe of its own, which ends with it, and a thread that waits for it.
     context = get_context("spawn")
-    workers: list[Connection] = []  # without a batch
+    workers: list[Connection] = []  # those that have no batch
     # They inherit this: before work sets it, Ctrl-C would make each print a traceback.
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for _ in range(num_workers):
         worker, end_of_worker = context.Pipe()
         context.Process(target=work, args=(folder, end_of_worker), daemon=True).start()
-        end_of_worker.close()
+        end_of_worker.close()  # or the pipe would not end with the worker, which has its own copy
         workers.append(worker)
     signal.signal(signal.SIGINT, previous)
 
