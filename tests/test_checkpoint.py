@@ -49,6 +49,7 @@ SMALL = GPTConfig(vocab_size=997, seq_len=32, n_layer=2, n_head=12, n_embd=96)
 SMALLEST = GPTConfig(vocab_size=3, seq_len=2, n_layer=1, n_head=1, n_embd=2)
 WEIGHTS = "model.safetensors"
 TEXT = "Hello,  wörld 🙂\n\tx1234 ."
+slow = pytest.mark.slow
 
 
 def saved(out_dir: Path, step: int = 7, keep: int = 2) -> Path:
@@ -152,8 +153,8 @@ def faulty_save(out_dir: Path, step: int, nth: int, fault: Callable):
 
 
 @NEEDS_POSIX
-@pytest.mark.parametrize(("fault", "code"), [(die, 137), (is_full, 1)])
-@pytest.mark.parametrize("is_damaged", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("fault", "code"), [(die, 137), pytest.param(is_full, 1, marks=slow)])
+@pytest.mark.parametrize("is_damaged", [False, pytest.param(True, marks=slow)])
 def test_fault_at_every_operation_of_a_save(tmp_path, fault, code, is_damaged):
     """Also where a step is saved for the second time, since its first checkpoint is damaged."""
     (tmp_path / "before").mkdir()
@@ -236,7 +237,7 @@ def test_rotation(tmp_path):
 # ---- Damage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stride", [61, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [61, pytest.param(1, marks=slow)])
 def test_flipped_bits(tmp_path, stride):
     path, missed = saved(tmp_path), []
     assert not damaged_file(path)

@@ -104,6 +104,7 @@ def fit_on_two(world: World):
         assert net.module.tried == [24, 12, 6]
 
 
+@pytest.mark.slow
 def test_fit_on_two_ranks(tmp_path):
     processes = start_ranks([], tmp_path, 2, inject=partial(instead_of_a_run, fit_on_two))
     code, _, err = finish(processes, tmp_path)

@@ -297,7 +297,7 @@ ENDS = {  # who is sent which signal, once there is a file, and what it says
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers there")
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", [*ENDS][::2] + [pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_stopped(end, much, tmp_path, capfd):
     send, number, file, code, line = ENDS[end]
     process = start(tmp_path / "data", *much)

@@ -59,7 +59,7 @@ def copies(rank: int):
 
 def kills() -> list:
     """Ranks, flags, and the steps after which a run is killed; 20 steps are three epochs."""
-    few = [(1, LINES[0], (1, 13)), (2, LINES[0], (8,)), (1, LINES[1], (8,))]
+    few = [(1, LINES[0], (1, 13)), (2, LINES[0], (8,))]
     many = [(ranks, line, range(1, 21)) for ranks in (1, 2) for line in LINES]
     many += [(ranks, line, range(1, 21, 3)) for ranks in (3, 4) for line in LINES[:2]]
     return few + [pytest.param(*each, marks=slow) for each in many]
@@ -237,7 +237,7 @@ FAULTS = {  # injection, ranks, words in its one line ("": a traceback), checkpo
     "no memory": (at("train_step", 7, raise_error, NO_MEMORY, on_rank=1), 2, "", [5]),
     "rank 0 dies": (at("log_step", 7, send, signal.SIGKILL), 2, "", [5]),
 }
-SLOW = ("full in the moments", "rotation", "other shards", "no memory")
+SLOW = "weights", "full in the moments", "rotation", "other shards", "no memory", "rank 0 dies"
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,8 @@ def test_measured_flags_are_kept(data_dir, tmp_path, ranks):
     equal(tmp_path / "run", tmp_path / "out/001")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=slow)])
+@slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_micro_batch_that_fits(data_dir, tmp_path, ranks):
     """A resume keeps it, since another one would change the last bits."""
     line = flags(data_dir=data_dir, out_dir="run", micro_batch_size=None, batch_tokens=384)
