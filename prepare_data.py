@@ -9,7 +9,6 @@ skipped or assumed is said at the end. The folder appears when it is complete; w
 begins anew.
 """
 
-import codecs
 import hashlib
 import json
 import os
@@ -186,8 +185,8 @@ def tokenize(batch: list[tuple[bool, str]], tokenizer: Tokenizer) -> np.ndarray:
     """Return a batch's tokens, uint16; each document begins with <|endoftext|>."""
     if not tokenizer.merges:  # at once, with a byte for <|endoftext|> that UTF-8 never has
         content = b"".join(b"\xff" * begins + text.encode() for begins, text in batch)
-        tokens = np.frombuffer(content, np.uint8).astype(TOKEN)
-        return np.where(tokens == 0xFF, TOKEN.type(tokenizer.end_of_text), tokens)
+        ids = np.append(tokenizer.ids[:0xFF], TOKEN.type(tokenizer.end_of_text))
+        return ids[np.frombuffer(content, np.uint8)]
     begin, none = np.array([tokenizer.end_of_text], TOKEN), np.empty(0, TOKEN)
     parts = [none]  # the last batch may have no pieces
     for begins, text in batch:
@@ -411,7 +410,7 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
         name = config.data_dir or f"data/stdlib-{Path(config.tokenizer).name}"
         config = replace(config, data_dir=name, val_fraction=typed.get("val_fraction", 0.025))
     try:
-        codecs.lookup(config.encoding or "utf-8")
+        "".encode(config.encoding or "utf-8")
     except LookupError as error:
         raise UserError(f"--encoding {config.encoding}: {error}") from error
     return config, inputs, val_inputs

@@ -307,8 +307,8 @@ def json_values(stream: io.TextIOWrapper, fields: list[str]) -> Iterator[tuple[s
     value = parsed(text, fields)
     if isinstance(value, dict):
         return chain([("line 1", value)], json_lines(stream, fields, 2))
-    if isinstance(value, Bad):
-        text += stream.read()
+    if rest := stream.read():
+        text += rest
         value = parsed(text, fields)
     if isinstance(value, Bad):
         return json_lines(io.StringIO(text), fields)

@@ -22,7 +22,13 @@ from hypothesis import strategies as st
 import prepare_data
 from dataloader import ShardError, open_folder
 from support import readers
-from support.tokenizer import bytes_tokenizer, gpt2_tokenizer, read_tokenizer, train_tokenizer
+from support.tokenizer import (
+    Tokenizer,
+    bytes_tokenizer,
+    gpt2_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+)
 
 PROGRAM = prepare_data.__file__
 
@@ -51,6 +57,7 @@ MISTAKES = {
     "damaged": ("--input a.gz --data-dir data", "--input a.gz can't be read: "),
     "no folder for text": ("--input a", "--input needs --data-dir"),
     "no encoding": ("--input a --data-dir data --encoding x", "--encoding x: unknown encoding"),
+    "encoding": ("--input a --data-dir data --encoding hex", "--encoding hex: 'hex' is not a text"),
     "no tokenizer": ("--input a --data-dir data --tokenizer b", "--tokenizer b is not bpe, bytes"),
     "other files": ("--input a.jsonl --data-dir folder", "--data-dir folder is there already"),
 }  # fmt: skip
@@ -85,6 +92,7 @@ SPACES = st.text(" \t\n\r\f\v\x1c\x85\u00a0\u3000\u200ba'1", max_size=20)
 PARTS = st.lists(SPACES | st.sampled_from(AWKWARD) | st.text(max_size=20))
 TOKENIZERS = {
     "bytes": bytes_tokenizer(), "gpt2": gpt2_tokenizer(),
+    "odd": Tokenizer({name: 256 - i for name, i in bytes_tokenizer().vocab.items()}, []),
     "bpe": train_tokenizer([" ".join(AWKWARD), Path(__file__).read_text()], 600),
 }  # fmt: skip
 
@@ -95,12 +103,14 @@ def cut_into(patch: pytest.MonkeyPatch, piece: int):
     patch.setattr(prepare_data, "PIECE", piece)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", pytest.param("gpt2", marks=NEEDS_GPT2)])
+@pytest.mark.parametrize(
+    "tokenizer", ["bytes", "odd", "bpe", pytest.param("gpt2", marks=NEEDS_GPT2)]
+)
 @settings(max_examples=100, deadline=None)
 @given(PARTS)
 def test_tokens_of_pieces(tokenizer, parts):
     ours = TOKENIZERS[tokenizer]  # bytes may be cut anywhere, others where they find white space
-    text = "".join(part + "a " * (tokenizer != "bytes") for part in parts)
+    text = "".join(part + "a " * bool(ours.merges) for part in parts)
     with pytest.MonkeyPatch.context() as patch:
         cut_into(patch, 8)
         batch = [(i == 0, piece) for i, piece in enumerate(readers.pieces(io.StringIO(text)))]

@@ -99,6 +99,8 @@ def test_json(tmp_path):
     assert of(tmp_path, "b.json", '{\n"text":\n"a"}') == (["a"], "")
     texts, account = of(tmp_path, "c.json", '{"text": "a"\n{"text": "b"}\n[')
     assert texts == ["b"] and "no valid JSON" in account and ": 2," in account
+    texts, account = of(tmp_path, "d.json", 'null\n{"text": "a"}\n[{"text": "b"}]')
+    assert texts == ["a"] and "in the field text: 2, the first" in account
 
 
 def test_records_without_text(tmp_path):
