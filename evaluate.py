@@ -102,7 +102,7 @@ def sample(
             token = int(next(tokens))
         if stop or token == tokenizer.end_of_text:  # what follows is another document
             return
-        yield tokenizer.token_bytes(token)
+        yield tokenizer.tokens[token]
 
 
 def samples(model: GPT, tokenizer: Tokenizer, config: TrainConfig, stop: Stop) -> str:

@@ -90,8 +90,7 @@ class Text:
             split: Reader(paths, config.text_field, config.encoding)
             for split, paths in files.items()
         }
-        self.sizes = array("Q")  # of the documents, in characters
-        self.is_val: set[int] = set()  # the documents that are drawn for validation
+        self.num_train = array("Q")  # each document's characters for training: its first ones
         self.sample: list[tuple] = []  # a random number, the document, the place in it, the text
         self.kept: list[tuple] = []  # all pieces, if they take little memory
 
@@ -103,22 +102,23 @@ class Text:
                 yield split, begins, piece
 
     def count(self):
-        """Read all text for the sizes of its documents, draw those for validation, and draw
-        stretches to train a tokenizer on."""
+        """Read all text, draw the documents for validation, and draw stretches to train a tokenizer
+        on."""
         rng = random.Random(self.config.seed)
         share, num_chars = 1.0, 0  # of all text to keep, and in the sample
         room = KEPT  # in memory
         for split, begins, piece in self.pieces():
             if begins:
-                self.sizes.append(0)
+                self.num_train.append(0)
             is_sampled = split == "train" and self.config.tokenizer == "bpe"
             for start in range(0, len(piece), STRETCH) if is_sampled else ():
                 if (draw := rng.random()) < share:
                     text = piece[start : start + STRETCH]
-                    place = len(self.sizes) - 1, self.sizes[-1] + start
+                    place = len(self.num_train) - 1, self.num_train[-1] + start
                     self.sample.append((draw, *place, text))
                     num_chars += len(text)
-            self.sizes[-1] += len(piece)
+            if split == "train":
+                self.num_train[-1] += len(piece)
             if num_chars > SAMPLE:  # drop about every second, from now on, too
                 share /= 2
                 self.sample = [drawn for drawn in self.sample if drawn[0] < share]
@@ -130,28 +130,23 @@ class Text:
                 self.kept.clear()
         if "val" not in self.readers:
             rng = random.Random(self.config.seed)  # so that the split is the same for any tokenizer
-            num_val = round(self.config.val_fraction * len(self.sizes))
-            self.is_val.update(rng.sample(range(len(self.sizes)), num_val))
-
-    def num_train(self, split: str, number: int) -> int:
-        """Return how many characters of a document are for training: its first ones."""
-        if split == "val" or number in self.is_val:
-            return 0
-        is_whole = self.is_val or "val" in self.readers
-        return self.sizes[number] if is_whole else self.sizes[number] * 9 // 10
+            num_val = round(self.config.val_fraction * len(self.num_train))
+            for number in rng.sample(range(len(self.num_train)), num_val):
+                self.num_train[number] = 0
+            if not num_val:
+                self.num_train = array("Q", (size * 9 // 10 for size in self.num_train))
 
     def batches(self) -> Iterator[tuple[str, list[tuple[bool, str]]]]:
         """Yield each split's pieces, and whether a document begins there, in batches, since a
         worker's answer takes time."""
-        if not self.sizes:  # here, so that workers start meanwhile
+        if not self.num_train:  # here, so that workers start meanwhile
             self.count()
         waiting: dict[str, list] = {"train": [], "val": []}
         num_chars = {"train": 0, "val": 0}
-        number = -1
-        for of_file, begins, piece in self.kept or self.pieces():
+        num_train = iter(self.num_train)
+        for _, begins, piece in self.kept or self.pieces():
             if begins:
-                number += 1
-                num_left = self.num_train(of_file, number)
+                num_left = next(num_train)
             if num_left >= len(piece):
                 parts = [("train", begins, piece)]
             elif num_left > 0:  # the document's end is for validation
@@ -171,8 +166,7 @@ class Text:
         """Yield the sample, without what is for validation."""
         self.count()
         for _, number, start, piece in self.sample:
-            if start < (end := self.num_train("train", number)):
-                yield piece[: end - start]
+            yield piece[: max(0, self.num_train[number] - start)]
 
     def account(self) -> list[str]:
         return [line for reader in self.readers.values() for line in reader.account()]
@@ -390,11 +384,10 @@ def report_folder(folder: Path, manifest: dict):
 def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
     """Return the flags, --input and --val-input. Raise UserError if they can't be combined."""
     parser = make_parser(PrepareConfig, __doc__ or "")
-    for name, text in (
-        ("--input", "files, folders, 'patterns'; none: Python's source"),
-        ("--val-input", "those for validation, instead of a share of --input"),
-    ):
-        parser.add_argument(name, nargs="+", help=text)
+    text = "files, folders, 'patterns'; none: Python's source"
+    parser.add_argument("--input", nargs="+", help=text)
+    text = "those for validation, instead of a share of --input"
+    parser.add_argument("--val-input", nargs="+", help=text)
     typed = parse(parser, PrepareConfig, argv)
     inputs, val_inputs = typed.pop("input", []), typed.pop("val_input", [])
     config = PrepareConfig(**typed)

@@ -105,18 +105,16 @@ class Reader:
                 self.note(f"record skipped, {text}", f"{path}, {place}{has}")
                 continue
             self.counts["documents"] += 1
-            begins = True
             is_short = isinstance(text, str) and len(text) <= LONGEST_PIECE
             parts: Iterable[Any] = (text,) if is_short else pieces(text)  # faster for table rows
-            for piece in parts:
+            for i, piece in enumerate(parts):
                 try:
                     piece.encode()
                 except UnicodeEncodeError:  # JSON may hold half a surrogate pair, which is no text
                     piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 if "\ufffd" in piece:
                     self.note(REPLACED, f"{path}, {place}")
-                yield begins, piece
-                begins = False
+                yield i == 0, piece
 
     def note(self, what: str, place: str):
         self.counts[what] += 1
@@ -330,20 +328,16 @@ def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterat
         raise ValueError(f"two of its columns have the name {fields[0]}")
     row: list[str] | None = header
     while row is not None:
-        first = reader.line_num + 1
+        place = f"line {reader.line_num + 1}"
         try:
             row = next(reader, None)
         except csv.Error:
-            yield f"line {first}", Bad("no valid row of a table")
+            yield place, Bad("no valid row of a table")
             continue
-        if not row:  # the end, or an empty line, which is no record
-            continue
-        if len(row) != len(header):
-            yield f"line {first}", Bad("it has not as many cells as the header")
-        elif columns:
-            yield f"line {first}", row[columns[0]]
-        else:
-            yield f"line {first}", dict.fromkeys(header)
+        if row and len(row) != len(header):
+            yield place, Bad("it has not as many cells as the header")
+        elif row:  # an empty line is no record
+            yield place, row[columns[0]] if columns else dict.fromkeys(header)
 
 
 def parquet_rows(path: str, fields: list[str]) -> Iterator[tuple[str, Any]]:

@@ -49,7 +49,7 @@ class Tokenizer:
         if len(used) < len(vocab) or not 0 <= min(used) <= max(used) < 1 << 16:
             raise ValueError("the tokens must have different ids from 0 to 65535")
         self.size = max(used) + 1  # ids are below it
-        self.tokens = [b""] * self.size
+        self.tokens = [b""] * (1 << 16)  # by id; none for padding ids, which are beyond the last
         for token, i in vocab.items():  # special ones may hold characters that stand for no byte
             is_bytes = BYTES.keys() >= {*token}
             self.tokens[i] = bytes(BYTES[char] for char in token) if is_bytes else token.encode()
@@ -61,8 +61,7 @@ class Tokenizer:
                 ids.append(vocab[token])
         self.ids = np.array(ids, np.uint16)  # by rank
         # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
-        self.lengths = np.zeros(1 << 16, np.int64)
-        self.lengths[: self.size] = [len(token) for token in self.tokens]
+        self.lengths = np.array([len(token) for token in self.tokens], np.int64)
         self.lengths[self.end_of_text] = 0
         self.sha256 = hashlib.sha256(json.dumps([self.vocab, merges, end]).encode()).hexdigest()
         self.name = NAMES.get(self.sha256, f"bpe-{self.sha256[:12]}")
@@ -87,11 +86,7 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Bytes that do not form a whole character become U+FFFD."""
-        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token; none for padding ids, which are beyond the last."""
-        return self.tokens[token] if token < len(self.tokens) else b""
+        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
 
     def files(self, seq_len: int | None = None) -> dict[str, bytes]:
         """Return the files that transformers.AutoTokenizer loads, by name."""

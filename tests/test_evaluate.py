@@ -43,7 +43,7 @@ def test_bits_per_byte(tmp_path, name):
     end = tokenizer.end_of_text
     texts = ["1 a\n"] * 40 + ["", "é" * 9, "🙂"] + [" international understanding" * 9] * 9
     ids = np.array([i for text in texts for i in (end, *tokenizer.encode(text))])
-    sizes = np.array([0 if i == end else len(tokenizer.token_bytes(i)) for i in ids])
+    sizes = np.array([0 if i == end else len(tokenizer.tokens[i]) for i in ids])
     assert sizes.sum() == len("".join(texts).encode())
     for file, part in (("val_0.bin", ids[:301]), ("val_1.bin", ids[301:])):
         write_shard(tmp_path / file, part)

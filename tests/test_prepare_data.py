@@ -39,7 +39,7 @@ def documents_of(folder: Path, split: str) -> list[str]:
     tokens = np.concatenate([shard.read(0, shard.num_tokens) for shard in shards])
     first, *parts = np.split(tokens, np.flatnonzero(tokens == tokenizer.end_of_text))
     assert not len(first)
-    return [b"".join(map(tokenizer.token_bytes, part[1:])).decode() for part in parts]
+    return [b"".join(tokenizer.tokens[i] for i in part[1:]).decode() for part in parts]
 
 
 def error_of(capture) -> str:

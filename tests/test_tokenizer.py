@@ -86,7 +86,7 @@ def test_transformers(tmp_path, name):
     ordinary = [i for i, token in enumerate(ours.vocab) if token.isascii() and token[0] != "<"]
     for _ in range(500):  # parts of characters too
         ids = rng.choices(ordinary, k=rng.randint(1, 12))
-        content = b"".join(map(ours.token_bytes, ids))
+        content = b"".join(ours.tokens[i] for i in ids)
         assert theirs.decode(ids) == content.decode(errors="replace")
 
 
@@ -148,7 +148,7 @@ def test_tiktoken():
     ours, theirs = gpt2_tokenizer(), tiktoken.get_encoding("gpt2")
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode_ordinary(text)
-    assert ours.tokens == [theirs.decode_bytes([token]) for token in range(50257)]
+    assert ours.tokens[:50257] == [theirs.decode_bytes([token]) for token in range(50257)]
 
 
 @pytest.mark.parametrize("first", [None, "<none>", {"content": "</s>"}])
