@@ -50,7 +50,7 @@ class TrainConfig:
     max_hours: float = flag(0.0, "save and stop after this many hours; 0: never")
     deterministic: bool = flag(False, "bit-for-bit repeatable on GPUs too (slower)")
 
-    data_dir: str = flag("", "folder of token shards (default: Python's own source)", group="data")
+    data_dir: str = flag("", "token shards (default: the run's, or Python's source)", group="data")
     shuffle: bool = flag(True, "reorder the sequences in each epoch", fixed=True)
     seq_len: int = flag(1024, "tokens per sequence", fixed=True, min=1)
     batch_tokens: int = flag(2**19, "tokens per step, over all ranks (first run: 65536)", min=1)
@@ -81,9 +81,11 @@ class TrainConfig:
     hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
     wandb: bool = flag(False, "also log to Weights & Biases, or to trackio")
 
-    num_samples: int = flag(1, "samples at each evaluation; 0: none", group="samples")
+    num_samples: int = flag(
+        1, "samples at each evaluation, or of each prompt; 0: none", group="samples"
+    )
     sample_tokens: int = flag(200, "maximum number of tokens per sample", min=1)
-    prompt: str = flag("", "text to continue (default: the start of a document)")
+    prompt: str = flag("", "text to continue (default: none)")
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
 
@@ -159,10 +161,8 @@ def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
     typed = parse(parser, TrainConfig, argv)
     file = typed.pop("config", None)
     saved = read_config(Path(file)) if file else {}
-    if file and (typed.get("resume") or typed.get("auto_resume")):
-        raise UserError("--config is for a new run: a resumed one has its own flags")
-    if "model" in typed and saved.get("model", typed["model"]) != typed["model"]:
-        raise UserError(f"--model {typed['model']}: {file} has the flags of {saved['model']}")
+    if file and typed.keys() & {"model", "resume", "auto_resume"}:
+        raise UserError("--config is for a new run of its model: leave out --model and --resume")
     return typed, saved
 
 

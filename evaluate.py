@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from config import TrainConfig, resolve, to_take
 from dataloader import ShardLoader, open_folder
 from model import GPT, VARLEN_BACKENDS, ComputeConfig
 from support.checkpoint import find_weights, load_weights
-from support.cli import RunError, UserError, flag, make_parser, parse, report, show
+from support.cli import RunError, UserError, make_parser, parse, report, show
 from support.device import autocast, device_name, to_device
 from support.tokenizer import Tokenizer, find_tokenizer
 from support.world import DONE, INTERRUPTED, Stop, World, connected
@@ -183,14 +182,6 @@ def choice_losses(model: GPT, question: Question, device: torch.device) -> np.nd
     return np.array(sums)
 
 
-@dataclass
-class EvalConfig:
-    data_dir: str = flag("", "folder of token shards (default: the run's)")
-    eval_tokens: int = flag(10_485_760, "validation tokens (default: the run's); 0: none")
-    hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
-    device: str = flag("", "cuda, cuda:1, cpu, mps, ... (default: the best)")
-
-
 def evaluate(typed: dict, world: World) -> str:
     """Return the figures of a run's newest checkpoint, or of other weights, as a line of text."""
     weights = find_weights(typed.pop("weights"))
@@ -216,9 +207,10 @@ def evaluate(typed: dict, world: World) -> str:
 
 def main(argv: list[str]) -> int:
     try:
-        parser = make_parser(EvalConfig, __doc__ or "")
+        names = "data_dir", "eval_tokens", "hellaswag", "device"
+        parser = make_parser(TrainConfig, __doc__ or "", names=names)
         parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
-        typed = parse(parser, EvalConfig, argv)
+        typed = parse(parser, TrainConfig, argv)
         with connected(typed.get("device", "")) as world:
             text = evaluate(typed, world)
             if world.is_main:

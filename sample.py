@@ -6,30 +6,20 @@ python sample.py gpt2                              # a name on the Hugging Face 
 
 import codecs
 import sys
-from dataclasses import dataclass
 
 from config import TrainConfig
 from evaluate import sample
 from support.checkpoint import load_model
-from support.cli import RunError, UserError, flag, make_parser, parse, report, show
+from support.cli import RunError, UserError, make_parser, parse, report, show
 from support.world import DONE, INTERRUPTED, find_world
 
-
-@dataclass
-class SampleConfig:
-    prompt: str = flag("", "text to continue (default: lines typed or piped in)")
-    num_samples: int = flag(1, "samples per prompt", min=1)
-    sample_tokens: int = flag(200, "maximum number of tokens per sample", min=1)
-    temperature: float = flag(0.8, "sampling temperature; 0: always take the likeliest token")
-    top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
-    seed: int = flag(1337, "the same seed gives the same samples")
-    device: str = flag("", "cuda, cuda:1, cpu, mps, ... (default: the best)")
+FLAGS = "prompt", "num_samples", "sample_tokens", "temperature", "top_k", "seed", "device"
 
 
 def show_samples(typed: dict):
     """Load the model, and print each prompt's samples token by token."""
     world = find_world(typed.get("device", ""))
-    name = typed.pop("model")
+    name = typed.pop("weights")
     model, tokenizer = load_model(name)
     if tokenizer is None:
         raise UserError(f"the tokenizer of {name} is not here: copy its files beside the weights")
@@ -50,9 +40,9 @@ def show_samples(typed: dict):
 
 def main(argv: list[str]) -> int:
     try:
-        parser = make_parser(SampleConfig, __doc__ or "")
-        parser.add_argument("model", help="a run, a checkpoint, a folder, or a name on the hub")
-        show_samples(parse(parser, SampleConfig, argv))
+        parser = make_parser(TrainConfig, __doc__ or "", names=FLAGS)
+        parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
+        show_samples(parse(parser, TrainConfig, argv))
         return DONE
     except (RunError, OSError, FloatingPointError) as error:  # the last if the logits overflow
         return report(error)

@@ -62,7 +62,7 @@ def set_backends(config: TrainConfig, world: World):
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # speed-up 1: TF32
     # Make every CPU deterministic: compiled code would otherwise sum in a varying order.
     on_cpu = world.device.type == "cpu"
-    device.set_determinism(config.deterministic or on_cpu, config.compile)
+    device.set_determinism(config.deterministic or on_cpu)
     if config.compile:
         device.tag_compiled_code(config.dtype)
     if on_cpu and not config.recompute:  # which is for little memory: what is kept has gaps

@@ -76,13 +76,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-def make_parser(kind: type, doc: str, recipes: dict[str, dict] | None = None) -> Parser:
-    """Return a parser whose result is what was typed. --help has doc and the recipes' defaults."""
+def make_parser(
+    kind: type, doc: str, recipes: dict[str, dict] | None = None, names: tuple[str, ...] = ()
+) -> Parser:
+    """Return a parser of all flags of a class, or those in names, whose result is what was typed.
+    --help has doc and the recipes' defaults."""
     parser = Parser(usage="%(prog)s [flags]", description=doc, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.argument_default = argparse.SUPPRESS
     group: Any = parser
     for f in fields(kind):
+        if names and f.name not in names:
+            continue
         if "group" in f.metadata:
             group = parser.add_argument_group(f.metadata["group"])
         text = f.metadata["text"]

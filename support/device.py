@@ -83,12 +83,9 @@ def peak_tflops(name: str) -> float | None:
     return None
 
 
-def set_determinism(enabled: bool, is_compiled: bool):
+def set_determinism(enabled: bool):
     """Choose whether the same inputs always give the same bits."""
-    if is_compiled:
-        torch.use_deterministic_algorithms(enabled)
-    else:  # this has the same effect without importing Inductor, which takes 0.2 s
-        torch.set_deterministic_debug_mode("error" if enabled else "default")
+    torch.use_deterministic_algorithms(enabled)
     # Filling uninitialized memory would only help to find bugs.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if enabled:  # cuBLAS needs a fixed workspace to be deterministic
