@@ -22,13 +22,7 @@ from hypothesis import strategies as st
 import prepare_data
 from dataloader import ShardError, open_folder
 from support import readers
-from support.tokenizer import (
-    Tokenizer,
-    bytes_tokenizer,
-    gpt2_tokenizer,
-    read_tokenizer,
-    train_tokenizer,
-)
+from support.tokenizer import Tokenizer, bytes_tokenizer, read_tokenizer, train_tokenizer
 
 PROGRAM = prepare_data.__file__
 
@@ -91,7 +85,7 @@ AWKWARD = [
 SPACES = st.text(" \t\n\r\f\v\x1c\x85\u00a0\u3000\u200ba'1", max_size=20)
 PARTS = st.lists(SPACES | st.sampled_from(AWKWARD) | st.text(max_size=20))
 TOKENIZERS = {
-    "bytes": bytes_tokenizer(), "gpt2": gpt2_tokenizer(),
+    "bytes": bytes_tokenizer(), "gpt2": prepare_data.gpt2_tokenizer(),
     "odd": Tokenizer({name: 256 - i for name, i in bytes_tokenizer().vocab.items()}, []),
     "bpe": train_tokenizer([" ".join(AWKWARD), Path(__file__).read_text()], 600),
 }  # fmt: skip
