@@ -89,6 +89,7 @@ class Text:
         self.readers = {
             split: Reader(paths, config.text_field, config.encoding)
             for split, paths in files.items()
+            if paths
         }
         self.num_train = array("Q")  # each document's characters for training: its first ones
         self.sample: list[tuple] = []  # a random number, the document, the place in it, the text
@@ -333,16 +334,11 @@ def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
     """Write a folder of shards, unless it is there. Raise UserError for what can't be done."""
     folder = Path(config.data_dir)
     unfinished = Path(f"{folder}.tmp")
-    files = {"train": find_files(inputs) if inputs else standard_library()}
-    if val_inputs:
-        files["val"] = find_files(val_inputs)
+    train, val = find_files(inputs or standard_library()), find_files(val_inputs)
     # Leave out what this program wrote, which --input . would include.
-    left_out = {os.path.realpath(file) for file in files.get("val", [])}
     own = tuple(os.path.realpath(path) + os.sep for path in (folder, unfinished))
-    paths = {file: os.path.realpath(file) for file in files["train"]}
-    files["train"] = [
-        f for f, path in paths.items() if path not in left_out and not path.startswith(own)
-    ]
+    kept = [file for path, file in train.items() if path not in val and not path.startswith(own)]
+    files = {"train": kept, "val": [*val.values()]}
     contents = [f"{f} {sha256(f)}" for f in chain(*files.values()) if os.path.isfile(f)]
     flags = {name: value for name, value in asdict(config).items() if name not in FREE}
     flags["files"] = hashlib.sha256(repr(contents).encode(errors="replace")).hexdigest()

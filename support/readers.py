@@ -44,10 +44,10 @@ class Bad(str):
     """Stands for a record without text, and says why."""
 
 
-def find_files(inputs: list[str]) -> list[str]:
-    """Return the files that inputs (files, folders and patterns) name, each once, without hidden
+def find_files(inputs: list[str]) -> dict[str, str]:
+    """Return the files that inputs (files, folders and patterns) name, by real path, without hidden
     ones in folders. Raise UserError if a name has none, or if a folder can't be read."""
-    found: dict[str, str] = {}  # by real path
+    found: dict[str, str] = {}
     for name in inputs:
         pattern = glob.escape(name) if os.path.lexists(name) else name
         paths = sorted(glob.glob(pattern, recursive=True))
@@ -61,7 +61,7 @@ def find_files(inputs: list[str]) -> list[str]:
             raise UserError(f"--input {name}: there is no such file")
         for file in files:
             found.setdefault(os.path.realpath(file), file)
-    return list(found.values())
+    return found
 
 
 class Reader:
