@@ -345,8 +345,6 @@ def parquet_rows(path: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
 
     file = pyarrow.parquet.ParquetFile(path)
     columns = [name for name in fields if name in file.schema_arrow.names][:1]
-    number = 0
-    for batch in file.iter_batches(64, columns=columns):
-        for record in batch.to_pylist() if columns else [{}] * batch.num_rows:
-            number += 1
-            yield f"row {number}", record
+    batches = file.iter_batches(64, columns=columns)
+    rows = chain.from_iterable(b.to_pylist() if columns else [{}] * b.num_rows for b in batches)
+    return ((f"row {number}", record) for number, record in enumerate(rows, 1))
