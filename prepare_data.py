@@ -400,7 +400,7 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
         config = replace(config, data_dir=name, val_fraction=typed.get("val_fraction", 0.025))
     try:
         "".encode(config.encoding or "utf-8")
-    except LookupError as error:
+    except (LookupError, UnicodeError) as error:
         raise UserError(f"--encoding {config.encoding}: {error}") from error
     return config, inputs, val_inputs
 
