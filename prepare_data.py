@@ -395,7 +395,7 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
         raise UserError("--input needs --data-dir, for example --data-dir data/book")
     if not inputs and val_inputs:
         raise UserError("--val-input needs --input")
-    if not inputs:  # of Python's source 0.025 are as many tokens as nano's validation takes
+    if not inputs:  # 0.025 of Python's source is about as long as nano's validation
         name = config.data_dir or f"data/stdlib-{Path(config.tokenizer).name}"
         config = replace(config, data_dir=name, val_fraction=typed.get("val_fraction", 0.025))
     try:

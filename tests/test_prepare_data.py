@@ -51,7 +51,7 @@ MISTAKES = {
     "damaged": ("--input a.gz --data-dir data", "--input a.gz can't be read: "),
     "no folder for text": ("--input a", "--input needs --data-dir"),
     "no encoding": ("--input a --data-dir data --encoding x", "--encoding x: unknown encoding"),
-    "encoding": ("--input a --data-dir data --encoding hex", "--encoding hex: 'hex' is not a text"),
+    "no text encoding": ("--input a --data-dir data --encoding hex", "--encoding hex: 'hex' "),
     "no tokenizer": ("--input a --data-dir data --tokenizer b", "--tokenizer b is not bpe, bytes"),
     "other files": ("--input a.jsonl --data-dir folder", "--data-dir folder is there already"),
 }  # fmt: skip
@@ -301,7 +301,9 @@ ENDS = {  # who is sent which signal, once there is a file, and what it says
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers there")
-@pytest.mark.parametrize("end", [*ENDS][::2] + [pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=pytest.mark.slow if end == "SIGTERM" else ()) for end in ENDS]
+)
 def test_stopped(end, much, tmp_path, capfd):
     send, number, file, code, line = ENDS[end]
     process = start(tmp_path / "data", *much)
