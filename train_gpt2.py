@@ -186,12 +186,12 @@ class Run:
         record_start(self, saved if state else {}, figures)
 
     def state(self) -> dict:
-        """Return all that a resume needs besides the weights: tensors, numbers, strings, lists and
-        dicts. There is no RNG state, as all randomness depends only on the seed and step."""
+        """Return all that a resume needs besides the weights: numbers, strings, lists and dicts,
+        and `tensors` by name. Randomness has no state, as it depends only on the seed and step."""
         return {
             "step": self.step,
             "position": self.loader.position,  # the loader's whole state
-            "optimizer": self.optimizer.state_dict()["state"],
+            "tensors": checkpoint.optimizer_tensors(self.optimizer),
             "scaler": self.scaler.state_dict(),  # the loss scale of --fp16
             "val_losses": self.val_losses,
             "flags": flags.to_save(self.config, self.machine),
@@ -202,10 +202,10 @@ class Run:
         """Take over what state() returned. Its flags and data have been used before."""
         self.step, self.old_end = state["step"], state["flags"]["steps"]
         self.loader.position = state["position"]
-        checkpoint.load_optimizer(self.optimizer, state["optimizer"])
+        checkpoint.load_optimizer(self.optimizer, state["tensors"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self.val_losses = state["val_losses"]
+        self.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
 
 
 def read_inputs(

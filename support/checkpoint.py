@@ -4,7 +4,7 @@ A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model
     config.json             the shape of the network
     model.safetensors       its weights, with Hugging Face's names and layout, without padding
     vocab.json, merges.txt, tokenizer_config.json      the tokenizer, if it is known
-    training.safetensors    the tensors of Run.state(), by their paths in it: optimizer/0/exp_avg
+    training.safetensors    Run.state()["tensors"], such as optimizer/0/exp_avg
     state.json              everything else in Run.state()
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
 It is written as step_000250.tmp, synced, and renamed, so it is complete or absent."""
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -117,10 +117,10 @@ def save(out_dir: Path, model: GPT, state: dict, tokenizer: Tokenizer | None, na
     if path.exists() and not damaged_file(path):  # the first step of a resume was not finite
         return
     unfinished = path.with_suffix(".tmp")
-    tensors, rest = flatten(state)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state["tensors"].items()}
     try:
         unfinished.mkdir()
-        (unfinished / "state.json").write_bytes(as_json(rest))
+        (unfinished / "state.json").write_bytes(as_json(state | {"tensors": None}))
         save_file(tensors, unfinished / "training.safetensors")
         save_weights(unfinished, model, tokenizer, name)
         files = sorted(unfinished.iterdir())
@@ -146,31 +146,6 @@ def save_weights(folder: Path, model: GPT, tokenizer: Tokenizer | None, name: st
     for file, content in files.items():
         (folder / file).write_bytes(content)
     save_file(hf_weights(model), folder / "model.safetensors", {"format": "pt"})
-
-
-def flatten(state: Any, path: str = "") -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors in nested dicts and lists, by path, and the rest, with None for each."""
-    if isinstance(state, Tensor):
-        return {path: state.detach().cpu().contiguous()}, None
-    if not isinstance(state, dict | list):
-        return {}, state
-    tensors: dict = {}
-    rest: dict = {}
-    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-        below, rest[str(key)] = flatten(value, f"{path}/{key}" if path else str(key))
-        tensors |= below
-    return tensors, rest if isinstance(state, dict) else [*rest.values()]
-
-
-def unflatten(rest: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """Return what flatten took apart. Keys that are digits become numbers again."""
-    start = f"{path}/" if path else ""
-    if isinstance(rest, list):
-        return [unflatten(value, tensors, f"{start}{i}") for i, value in enumerate(rest)]
-    if isinstance(rest, dict):
-        items = {key: unflatten(value, tensors, f"{start}{key}") for key, value in rest.items()}
-        return {int(key) if key.isdigit() else key: value for key, value in items.items()}
-    return tensors[path].clone() if path in tensors else rest  # not a view of the mapped file
 
 
 def as_json(value: dict) -> bytes:
@@ -255,27 +230,34 @@ def load_newest(out_dir: Path) -> tuple[Path, dict]:
     path = newest(out_dir)
     if (path / FORMER).exists():
         raise UserError(f"{path} is of a version before 1.0: --init-from {path} takes its weights")
-    rest = json.loads((path / "state.json").read_bytes())
-    return path, unflatten(rest, load_file(path / "training.safetensors"))
+    state = json.loads((path / "state.json").read_bytes())
+    return path, state | {"tensors": load_file(path / "training.safetensors")}
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, moments: dict):
-    """Load an optimizer's moments, but keep its options, as flags may have changed. Raise UserError
-    if a moment is missing or has another shape: a fused kernel would write beyond its memory."""
-    if not moments:  # as long as float16 overflows
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the tensors of an optimizer's state, such as optimizer/0/exp_avg."""
+    return {
+        f"optimizer/{i}/{name}": tensor
+        for i, moments in optimizer.state_dict()["state"].items()
+        for name, tensor in moments.items()
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]):
+    """Load what optimizer_tensors() returned. Raise UserError if a tensor is missing or has another
+    shape."""
+    if not tensors:  # as long as float16 overflows
         return
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # each step of the training sets it
         for p in group["params"]:
             p.grad = torch.zeros_like(p)
-    optimizer.step()  # makes the moments, and changes no weight
+    optimizer.step()  # makes the tensors, and changes no weight
     optimizer.zero_grad(set_to_none=True)
-    made = optimizer.state_dict()
-    shapes = [{n: t.shape for n, t in flatten(s)[0].items()} for s in (made["state"], moments)]
-    if shapes[0] != shapes[1]:
-        name = min(dict(shapes[0].items() ^ shapes[1].items()))
-        raise UserError(f"the checkpoint is of another optimizer: it differs in {name}")
-    optimizer.load_state_dict(made | {"state": moments})
+    for name, tensor in optimizer_tensors(optimizer).items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            raise UserError(f"the checkpoint is of another optimizer: it differs in {name}")
+        tensor.copy_(tensors[name])
 
 
 # ---- Hugging Face's GPT-2 ------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from support.checkpoint import (
     checkpoints,
     damaged_file,
     find_weights,
-    flatten,
     hf_weights,
     load_model,
     load_newest,
@@ -54,7 +52,7 @@ slow = pytest.mark.slow
 
 def saved(out_dir: Path, step: int = 7, keep: int = 2) -> Path:
     """A checkpoint of a network whose weights are all `step`; older ones are rotated."""
-    model, state = GPT(SHAPE), {"step": step, "moments": {0: torch.full((9, 9), step)}}
+    model, state = GPT(SHAPE), {"step": step, "tensors": {"a": torch.full((9, 9), step)}}
     for p in model.parameters():
         p.data.fill_(step)
     checkpoint.save(out_dir, model, state, bytes_tokenizer(), "bytes")
@@ -87,22 +85,23 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_any_state_comes_back(tmp_path):
+    tensors = [torch.randn(2, 3).bfloat16().t(), torch.zeros(0), torch.tensor(True)]
+    tensors += [torch.arange(3), torch.tensor(math.nan)]
     state = {
         "step": 7,
         "none": None,
-        "flags": {"x": True, "text": "12", "rate": 0.1 + 0.2, "empty": {}, "list": []},
-        "by number": {0: [torch.arange(3), {10: torch.tensor(math.nan)}], 2: -0.0},
-        "tensors": [torch.randn(2, 3).bfloat16().t(), torch.zeros(0), torch.tensor(True)],
+        "flags": {"x": True, "text": "12", "rate": 0.1 + 0.2, "empty": {}, "list": [1, -0.0]},
+        "tensors": {f"a/{i}": tensor for i, tensor in enumerate(tensors)},
     }
     checkpoint.save(tmp_path, GPT(SMALLEST), state, None, "")
     _, found = load_newest(tmp_path)
-    (ours, rest), (theirs, other_rest) = flatten(state), flatten(found)
-    assert ours.keys() == theirs.keys() and repr(rest) == repr(other_rest)
-    assert all(map(same_bits, ours.values(), theirs.values()))
-    assert found["by number"].keys() == {0, 2} and isinstance(found["tensors"], list)
-    assert checkpoint.unflatten(*flatten(state)[::-1])["none"] is None
-    with pytest.raises(TypeError):  # at the first save
-        checkpoint.save(tmp_path, GPT(SMALLEST), {"step": 8, "set": {1}}, None, "")
+    ours, theirs = state.pop("tensors"), found.pop("tensors")
+    assert ours.keys() == theirs.keys() and repr(state) == repr(found)
+    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+    for step, unknown in enumerate(({1}, torch.zeros(1)), 8):
+        with pytest.raises(TypeError):  # at the first save
+            state = {"step": step, "tensors": {}, "unknown": [unknown]}
+            checkpoint.save(tmp_path, GPT(SMALLEST), state, None, "")
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000007"]
 
 
@@ -117,20 +116,21 @@ def stepped(beta: float) -> tuple[GPT, torch.optim.Optimizer]:
 
 def test_load_optimizer():
     """It takes over the moments, not the options, and changes no weight."""
-    moments = stepped(0.5)[1].state_dict()["state"]
+    ours = checkpoint.optimizer_tensors(stepped(0.5)[1])
     model, optimizer = stepped(0.9)
     before = [p.clone() for p in model.parameters()]
-    checkpoint.load_optimizer(optimizer, deepcopy(moments))
+    checkpoint.load_optimizer(optimizer, ours)
     assert all(map(torch.equal, before, model.parameters()))
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.9)
-    ours, theirs = (flatten(s)[0] for s in (moments, optimizer.state_dict()["state"]))
-    assert ours.keys() == theirs.keys() and all(map(same_bits, ours.values(), theirs.values()))
-    moments[1]["exp_avg"] = torch.zeros(1)
+    theirs = checkpoint.optimizer_tensors(optimizer)
+    assert ours.keys() == theirs.keys() and len(ours) == 3 * len(before)
+    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+    ours["optimizer/1/exp_avg"] = torch.zeros(1)
     with pytest.raises(UserError, match="1/exp_avg"):
-        checkpoint.load_optimizer(optimizer, moments)
-    del moments[1]["exp_avg"]
+        checkpoint.load_optimizer(optimizer, ours)
+    del ours["optimizer/1/exp_avg"]
     with pytest.raises(UserError, match="1/exp_avg"):
-        checkpoint.load_optimizer(optimizer, moments)
+        checkpoint.load_optimizer(optimizer, ours)
 
 
 # ---- Every file operation of a save --------------------------------------------------------------
