@@ -422,7 +422,7 @@ BROKEN = {  # what is done to the folder, and a word that the line must have
     "nan": (lambda f: edit_tensors(f, ln_f=torch.tensor([0.0, math.nan])), "ln_f.bias"),
     "cut": (lambda f: os.truncate(f / WEIGHTS, 300), "hf"),
     "a pickle": (lambda f: torch.save({"wpe": Evil()}, f / WEIGHTS), "hf"),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), "c_attn"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "wte"),
     "relu": (lambda f: edit_config(f, activation_function="relu"), "relu"),
     "llama": (lambda f: edit_config(f, model_type="llama", train_gpt2={"shape": {}}), "llama"),
 }
