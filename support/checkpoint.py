@@ -265,20 +265,19 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
 
 def hf_config(config: GPTConfig, tokenizer: str, end_of_text: int | None) -> dict:
     """Return the contents of config.json: settings for Hugging Face's tools, and our shape."""
-    other = sorted(asdict(config).items() - asdict(GPTConfig()).items())
-    changes = [f"{n}={value}" for n, value in other if n not in (*SIZES, "seq_len", "pad_vocab")]
+    sizes = {name: getattr(config, name) for name in SIZES}
+    is_gpt2 = config == GPTConfig(**sizes, seq_len=config.seq_len, pad_vocab=config.pad_vocab)
     return {
         # transformers must not take a changed network for a GPT-2, and shows this name.
-        "model_type": f"GPT-2 with {', '.join(changes)}" if changes else "gpt2",
-        "architectures": [] if changes else ["GPT2LMHeadModel"],
+        "model_type": "gpt2" if is_gpt2 else f"a changed {config}",
+        "architectures": ["GPT2LMHeadModel"] if is_gpt2 else [],
         **{name: values[0] for name, values in HF_SETTINGS.items()},
-        **{name: getattr(config, name) for name in SIZES},
+        **sizes,
         "n_positions": config.seq_len,
         "n_ctx": config.seq_len,  # for llama.cpp
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
-        "torch_dtype": "float32",
         OURS: {"shape": asdict(config), "tokenizer": tokenizer},
     }
 
