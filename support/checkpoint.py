@@ -80,15 +80,12 @@ def find_run(typed: dict) -> Path | None:
 def make_folder(name: str) -> Path:
     """Make the folder of a new run, which is out/NNN if it has no name."""
     number = 0
-    try:
-        while not name:
-            number += 1
-            with suppress(FileExistsError):  # another run may just have taken it
-                Path(f"out/{number:03d}").mkdir(parents=True)
-                name = f"out/{number:03d}"
-        Path(name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out-dir {name} can't be made: {error}") from error
+    while not name:
+        number += 1
+        with suppress(FileExistsError):  # another run may just have taken it
+            Path(f"out/{number:03d}").mkdir(parents=True)
+            name = f"out/{number:03d}"
+    Path(name).mkdir(parents=True, exist_ok=True)
     return Path(name)
 
 
@@ -201,7 +198,7 @@ def checkpoints(out_dir: Path) -> list[Path]:
 
 def newest(out_dir: Path) -> Path:
     """Return the newest checkpoint that is whole, and print the name of each damaged one. Raise
-    RunError if none is whole, or if the disk fails."""
+    RunError if none is whole, or OSError if the disk fails."""
     for path in checkpoints(out_dir):
         damaged = damaged_file(path)
         if not damaged:
@@ -212,7 +209,7 @@ def newest(out_dir: Path) -> Path:
 
 def damaged_file(path: Path) -> str:
     """Return the first file of a checkpoint that is missing or lacks the digest in SHA256SUMS, or
-    "". Raise RunError for any other error of the disk, which is no damage."""
+    "". Raise OSError for any other error of the disk, which is no damage."""
     try:
         lines = (path / SUMS).read_text("latin-1").splitlines(keepends=True)
         expected = {line[66:-1]: line for line in lines}  # after 64 digits and 2 spaces
@@ -221,8 +218,6 @@ def damaged_file(path: Path) -> str:
         return next((name for name in expected if expected[name] != sum_line(path / name)), "")
     except (FileNotFoundError, IsADirectoryError) as error:  # the latter if SHA256SUMS is cut
         return Path(error.filename).name
-    except OSError as error:
-        raise RunError(f"{path} can't be read: {error}; nothing was changed") from error
 
 
 def load_newest(out_dir: Path) -> tuple[Path, dict]:

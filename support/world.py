@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch import Tensor
 from dataloader import ShardError
 from support.cli import RunError, UserError
 
-Result = TypeVar("Result")
 DONE, STOPPED, INTERRUPTED = 0, 3, 130  # exit codes, besides those of RunError and UserError
 LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # numbers of processes
 STOP_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Windows
@@ -49,26 +48,26 @@ class World(NamedTuple):
         parts = list(rows.view(torch.uint8))  # as some versions of gloo can't gather bfloat16
         dist.all_gather(parts, parts[self.rank].clone())
 
-    def gather(self, value: Result) -> list[Result]:
+    def gather(self, value: Any) -> list:
         """Return the values of all ranks on every rank. Each rank waits for all others."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def together(self, function: Callable[..., Result], *args) -> Result:
+    def together(self, function: Callable, *args) -> Any:
         """Call function(*args), which must not be collective, on every rank, and return this
-        rank's result. If it raises a RunError on some ranks, raise the lowest one's on all."""
-        failure = None
+        rank's result. If it fails on some ranks, raise the lowest one's error on all of them."""
+        result = failure = None
         try:
             result = function(*args)
-        except (RunError, ShardError) as error:
-            kind = RunError if type(error) is RunError else UserError
+        except (RunError, ShardError, OSError) as error:
+            kind = UserError if isinstance(error, UserError | ShardError) else RunError
             failure = kind(f"on rank {self.rank}: {error}" if self.rank else str(error))
         for failed in self.gather(failure):
             if failed:
                 raise failed
-        return result  # type: ignore[return-value]  # nothing failed
+        return result
 
     def on_main(self, function: Callable, *args) -> Any:
         """Call function(*args) on the main rank alone, and return its result on every rank."""
@@ -76,9 +75,9 @@ class World(NamedTuple):
 
     def check_same(self, what: str, value: Any):
         """Raise RunError if this value differs among the ranks."""
-        first, *others = self.gather(value)
-        for rank, other in enumerate(others, 1):
-            if other != first:
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
                 raise RunError(f"{what} of rank {rank} differ from rank 0's: nothing was saved")
 
 

@@ -75,6 +75,7 @@ def differ(world: World):
 ENDS = [  # what each of two ranks does instead of a run, and what comes of it
     (partial(fail_on, (), RunError("none")), DONE, ""),
     (partial(fail_on, (1,), RunError("a disk")), 1, "rank 1: a disk"),
+    (partial(fail_on, (1,), OSError(5, "a disk", "f")), 1, "rank 1: [Errno 5] a disk: 'f'"),
     (partial(fail_on, (1,), UserError("a flag")), 2, "rank 1: a flag"),
     (partial(fail_on, (0, 1), UserError("a flag")), 2, "error: a flag"),
     (differ, 1, "the weights of rank 1"),
