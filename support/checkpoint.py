@@ -16,7 +16,6 @@ import re
 import shutil
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -120,14 +119,13 @@ def save(out_dir: Path, model: GPT, state: dict, tokenizer: Tokenizer | None, na
         (unfinished / "state.json").write_bytes(as_json(state | {"tensors": None}))
         save_file(tensors, unfinished / "training.safetensors")
         save_weights(unfinished, model, tokenizer, name)
-        files = sorted(unfinished.iterdir())
-        for file in files:  # save_file lets only the owner read its files
-            shutil.copymode(unfinished / "state.json", file)
-        with ThreadPoolExecutor() as pool:  # to process both large files at once
-            (unfinished / SUMS).write_bytes("".join(pool.map(sum_line, files)).encode())
-            list(pool.map(sync, [*files, unfinished / SUMS, unfinished]))
-        if path.exists():  # it is damaged
-            shutil.rmtree(path)
+        lines = map(sum_line, sorted(unfinished.iterdir()))
+        (unfinished / SUMS).write_bytes("".join(lines).encode())
+        for file in unfinished.iterdir():
+            shutil.copymode(unfinished / "state.json", file)  # save_file lets only the owner read
+            sync(file)
+        sync(unfinished)
+        shutil.rmtree(path, ignore_errors=True)  # if it is there, it is damaged
         rename(unfinished, path)
         sync(out_dir)
     except (OSError, SafetensorError) as error:

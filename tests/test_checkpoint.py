@@ -198,7 +198,7 @@ def test_order_of_synchronization(tmp_path, monkeypatch):
         rename(old, new)
 
     def logged_rmtree(path, **options):
-        events.extend([f"removed {path.name}"] if path.suffix != ".tmp" else [])
+        events.extend([f"removed {path.name}"] if path.exists() and path.suffix != ".tmp" else [])
         rmtree(path, **options)
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
