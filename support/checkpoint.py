@@ -176,9 +176,8 @@ def rotate(out_dir: Path, step: int, keep: int, val_losses: dict[int, float]):
     validation loss. One after `step` is damaged, but its weights may be of use to somebody."""
     paths = [path for path in checkpoints(out_dir) if step_of(path) <= step]
     best = min(paths, key=lambda path: val_losses.get(step_of(path), float("inf")))
-    for path in paths[keep:]:
-        if path != best:
-            shutil.rmtree(path, ignore_errors=True)  # on Windows, a file in it may be open
+    for path in {*paths[keep:]} - {best}:
+        shutil.rmtree(path, ignore_errors=True)  # on Windows, a file in it may be open
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -357,10 +356,9 @@ def load_weights(model: GPT, folder: Path):
         weights[WTE] = weights["lm_head.weight"] = torch.cat([weights[WTE], padding])
         weights[WPE] = weights[WPE][: model.config.seq_len]
         model.load_state_dict(weights)
-        for name, p in model.named_parameters():
-            # An inf or nan survives a sum, which is ten times as fast as isfinite().all().
-            if not p.sum().isfinite():
-                raise ValueError(f"{name} is not finite")
+        # An inf or nan survives a sum, which is ten times as fast as isfinite().all().
+        if not all(p.sum().isfinite() for p in model.parameters()):
+            raise ValueError("a number is not finite")
     except Exception as error:  # the files may hold anything
         raise UserError(f"{folder} does not hold this GPT-2's weights: {error!s:.300}") from error
 

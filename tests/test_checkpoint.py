@@ -418,7 +418,7 @@ class Evil:
 BROKEN = {  # what is done to the folder, and a word that the line must have
     "a shape": (lambda f: edit_tensors(f, ln_f=torch.zeros(7)), "ln_f.bias"),
     "a name": (lambda f: edit_tensors(f, extra=torch.zeros(2)), "extra.bias"),
-    "nan": (lambda f: edit_tensors(f, ln_f=torch.tensor([0.0, math.nan])), "ln_f.bias"),
+    "nan": (lambda f: edit_tensors(f, ln_f=torch.tensor([0.0, math.nan])), "finite"),
     "cut": (lambda f: os.truncate(f / WEIGHTS, 300), "hf"),
     "a pickle": (lambda f: torch.save({"wpe": Evil()}, f / WEIGHTS), "hf"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "wte"),
