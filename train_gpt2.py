@@ -142,11 +142,10 @@ class Run:
     def __init__(self, typed: dict, saved: dict, world: World):
         """Get ready to train. `saved` are the flags in the file of --config. What may fail on a
         single rank is called by `together`, so that all ranks end."""
-        lock, path = None, None
+        path = None
         state: dict = {}  # that of the checkpoint to continue
         out_dir = world.on_main(checkpoint.find_run, typed)  # None for a new run
         if out_dir:
-            lock = world.together(checkpoint.lock, out_dir, world.is_main)
             path, state = world.together(checkpoint.load_newest, out_dir)
             saved = state["flags"]
         taken = flags.to_take(saved, device.device_name(world.device))
@@ -170,8 +169,7 @@ class Run:
         self.questions = world.together(evaluate.open_questions, *what)
         if not out_dir:
             out_dir = world.on_main(checkpoint.make_folder, config.out_dir)
-            lock = world.together(checkpoint.lock, out_dir, world.is_main)
-        self.out_dir, self.lock = out_dir, lock  # only the main rank has the lock
+        self.out_dir = out_dir
         self.log = Log(out_dir, vars(config), state.get("step", 0), world.is_main)
         B, T = config.micro_batch_size, config.seq_len
         seed = config.seed if config.shuffle else None

@@ -9,6 +9,7 @@ A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model
     SHA256SUMS              the digests of these files, for `sha256sum -c SHA256SUMS`
 It is written as step_000250.tmp, synced, and renamed, so it is complete or absent."""
 
+import atexit
 import hashlib
 import json
 import os
@@ -54,7 +55,7 @@ OURS = "train_gpt2"  # the key of config.json for GPTConfig's fields and the tok
 
 
 def find_run(typed: dict) -> Path | None:
-    """Return the folder of the run to continue, or None to begin a new one, or raise UserError."""
+    """Return the folder of the run to continue, after locking it, or None to begin a new one."""
     name, resume = typed.get("out_dir"), typed.get("resume")
     continues = resume or typed.get("auto_resume")
     if not name:
@@ -66,7 +67,7 @@ def find_run(typed: dict) -> Path | None:
         raise UserError(f"--out-dir {name} is not a folder")
     if checkpoints(out_dir):
         if continues:
-            return out_dir
+            return lock(out_dir)
         raise UserError(f"--out-dir {name} holds a run: add --resume, or name another folder")
     if resume:
         raise UserError(f"--resume: {name} holds no checkpoint")
@@ -77,7 +78,7 @@ def find_run(typed: dict) -> Path | None:
 
 
 def make_folder(name: str) -> Path:
-    """Make the folder of a new run, which is out/NNN if it has no name."""
+    """Make and lock the folder of a new run, which is out/NNN if it has no name."""
     number = 0
     while not name:
         number += 1
@@ -85,14 +86,13 @@ def make_folder(name: str) -> Path:
             Path(f"out/{number:03d}").mkdir(parents=True)
             name = f"out/{number:03d}"
     Path(name).mkdir(parents=True, exist_ok=True)
-    return Path(name)
+    return lock(Path(name))
 
 
-def lock(out_dir: Path, is_main: bool) -> FileLock | None:
-    """Lock a run's folder on the main rank, and remove what a run that died left there."""
-    if not is_main:
-        return None
+def lock(out_dir: Path) -> Path:
+    """Lock a run's folder until this process ends, remove what a run that died left, return it."""
     file_lock = FileLock(out_dir / ".lock")
+    atexit.register(file_lock.release)  # which also keeps it alive until then
     try:
         file_lock.acquire(blocking=False)
     except Timeout:
@@ -101,7 +101,7 @@ def lock(out_dir: Path, is_main: bool) -> FileLock | None:
         print(f"{out_dir} can't be locked ({error}): let no other run use it", file=sys.stderr)
     for unfinished in out_dir.glob("step_*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    return file_lock
+    return out_dir
 
 
 # ---- Writing -------------------------------------------------------------------------------------

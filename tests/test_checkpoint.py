@@ -171,7 +171,7 @@ def test_fault_at_every_operation_of_a_save(tmp_path, fault, code, is_damaged):
         process.join()
         codes.append(process.exitcode)
         if fault is die:
-            checkpoint.lock(out_dir, True).release()  # removes what is unfinished
+            checkpoint.lock(out_dir)  # removes what is unfinished
         assert not list(out_dir.glob("*.tmp"))
         assert is_whole(newest(out_dir))
         assert sum(map(is_whole, checkpoints(out_dir))) >= 2 - is_damaged
