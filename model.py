@@ -35,8 +35,8 @@ class GPTConfig:
     def __post_init__(self):
         """Raise ValueError if the fields, which may come from a file, are not a valid network."""
         sizes = self.vocab_size, self.seq_len, self.n_layer, self.n_head, self.n_embd
-        if min(sizes) < 1 or self.n_embd % self.n_head:
-            raise ValueError(f"a size is below 1, or n_head does not divide n_embd: {self}")
+        if not all(type(n) is int and 0 < n < 1 << 24 for n in sizes) or self.n_embd % self.n_head:
+            raise ValueError(f"a size is out of range, or n_head does not divide n_embd: {self}")
 
     @property
     def num_rows(self) -> int:

@@ -326,13 +326,11 @@ def read_shape(folder: Path) -> Weights:
         settings = json.loads((folder / "config.json").read_bytes())
         ours = settings.get(OURS, {"shape": {}, "tokenizer": ""})
         if settings["model_type"] != "gpt2" and not ours["shape"]:
-            raise ValueError(f"model_type {settings['model_type']!s:.40} is not supported")
+            raise ValueError(f"model_type {settings['model_type']} is not supported")
         for name, values in HF_SETTINGS.items():
             if settings.get(name, values[0]) not in values:
-                raise ValueError(f"{name} {settings[name]!s:.40} is not supported")
+                raise ValueError(f"{name} {settings[name]} is not supported")
         sizes = {name: settings[name] for name in SIZES} | {"seq_len": settings["n_positions"]}
-        if not all(type(size) is int and size < 1 << 24 for size in sizes.values()):
-            raise ValueError(f"its sizes are {sizes}")
         shape = GPTConfig(**ours["shape"] | sizes)
         name = ours["tokenizer"] or ("gpt2" if shape.vocab_size == GPT2_TOKENS else "")
     except Exception as error:  # the file may hold anything
