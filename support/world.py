@@ -21,7 +21,7 @@ from dataloader import ShardError
 from support.cli import RunError, UserError
 
 DONE, STOPPED, INTERRUPTED = 0, 3, 130  # exit codes, besides those of RunError and UserError
-LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # numbers of processes
+LAUNCHERS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 STOP_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGBREAK")  # the last: Windows
 STOP_SIGNALS = [number for number in signal.Signals if number.name in STOP_NAMES]
 
@@ -83,8 +83,8 @@ class World(NamedTuple):
 
 def find_world(kind: str) -> World:
     """Return this process's World, on a device of this kind ("": the best). Or raise UserError."""
-    for name in ("WORLD_SIZE", *LAUNCHERS):
-        count = os.getenv(name, "1")
+    for name in LAUNCHERS:
+        count = os.getenv(name, "1")  # of processes
         if count != "1" and "RANK" not in os.environ:
             raise UserError(f"{name} is {count} without RANK: use torchrun (docs/reference.md)")
     rank, size = int(os.getenv("RANK", 0)), int(os.getenv("WORLD_SIZE", 1))
