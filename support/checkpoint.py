@@ -113,7 +113,7 @@ def save(out_dir: Path, model: GPT, state: dict, tokenizer: Tokenizer | None, na
     if path.exists() and not damaged_file(path):  # the first step of a resume was not finite
         return
     unfinished = path.with_suffix(".tmp")
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in state["tensors"].items()}
+    tensors = {key: tensor.cpu().contiguous() for key, tensor in state["tensors"].items()}
     try:
         unfinished.mkdir()
         (unfinished / "state.json").write_bytes(as_json(state | {"tensors": None}))
@@ -131,16 +131,6 @@ def save(out_dir: Path, model: GPT, state: dict, tokenizer: Tokenizer | None, na
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise RunError(f"{path} can't be written: {error}; those before are whole") from error
-
-
-def save_weights(folder: Path, model: GPT, tokenizer: Tokenizer | None, name: str):
-    """Write the files that Hugging Face's tools load into folder."""
-    files = tokenizer.files(model.config.seq_len) if tokenizer else {}
-    end_of_text = tokenizer.end_of_text if tokenizer else None
-    files["config.json"] = as_json(hf_config(model.config, name, end_of_text))
-    for file, content in files.items():
-        (folder / file).write_bytes(content)
-    save_file(hf_weights(model), folder / "model.safetensors", {"format": "pt"})
 
 
 def as_json(value: dict) -> bytes:
@@ -255,11 +245,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
 # ---- Hugging Face's GPT-2 ------------------------------------------------------------------------
 
 
-def hf_config(config: GPTConfig, tokenizer: str, end_of_text: int | None) -> dict:
-    """Return the contents of config.json: settings for Hugging Face's tools, and our shape."""
+def save_weights(folder: Path, model: GPT, tokenizer: Tokenizer | None, tokenizer_name: str):
+    """Write the files that Hugging Face's tools load into folder."""
+    config = model.config
     sizes = {name: getattr(config, name) for name in SIZES}
     is_gpt2 = config == GPTConfig(**sizes, seq_len=config.seq_len, pad_vocab=config.pad_vocab)
-    return {
+    end_of_text = tokenizer.end_of_text if tokenizer else None
+    settings = {
         # transformers must not take a changed network for a GPT-2, and shows this name.
         "model_type": "gpt2" if is_gpt2 else f"a changed {config}",
         "architectures": ["GPT2LMHeadModel"] if is_gpt2 else [],
@@ -268,10 +260,14 @@ def hf_config(config: GPTConfig, tokenizer: str, end_of_text: int | None) -> dic
         "n_positions": config.seq_len,
         "n_ctx": config.seq_len,  # for llama.cpp
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        OURS: {"shape": asdict(config), "tokenizer": tokenizer},
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
+        OURS: {"shape": asdict(config), "tokenizer": tokenizer_name},
     }
+    (folder / "config.json").write_bytes(as_json(settings))
+    files = tokenizer.files(config.seq_len) if tokenizer else {}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    save_file(hf_weights(model), folder / "model.safetensors", {"format": "pt"})
 
 
 def hf_weights(model: GPT) -> dict[str, Tensor]:
