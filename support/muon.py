@@ -28,9 +28,6 @@ class MuonAdamW(torch.optim.AdamW):
         self.dtype = torch.bfloat16 if bf16 else torch.float32  # of orthogonalization
         self.world = world
 
-    def __setstate__(self, state: dict):  # AdamW's would need a step count for every parameter
-        torch.optim.Optimizer.__setstate__(self, state)
-
     @torch.no_grad()
     def step(self):
         by_shape = defaultdict(list)
