@@ -82,26 +82,14 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Te
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=q.shape[-2] > 1)
 
 
-class StackedLinear(nn.Linear):
-    """Linear layers that share an input, stacked in one weight and computed as one matrix product.
-    Muon reads `parts`, because it must orthogonalize each layer's matrix separately."""
-
-    def __init__(self, in_features: int, parts: list[int]):
-        super().__init__(in_features, sum(parts))
-        self.parts = parts  # each layer's number of output channels, or rows of the weight
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # not one Tensor
-        """Return the output of each layer: (..., C) -> (..., part) each."""
-        return super().forward(x).split(self.parts, dim=-1)
-
-
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, compute: ComputeConfig):
         super().__init__()
         self.config = config
         self.dropout = compute.dropout
         self.attend = flash_attention if compute.flash else attention
-        self.c_attn = StackedLinear(config.n_embd, [config.n_embd] * 3)  # q, k and v of all heads
+        self.parts = [config.n_embd] * 3  # rows of q, k and v, which Muon orthogonalizes separately
+        self.c_attn = nn.Linear(config.n_embd, sum(self.parts))
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
@@ -109,7 +97,8 @@ class CausalSelfAttention(nn.Module):
         the positions before x, (B, nh, past, hs) each, and receives the keys and values of x."""
         B, T, C = x.shape
         hs = C // self.config.n_head  # q, k and v become (B, nh, T, hs)
-        q, k, v = [part.view(B, T, -1, hs).transpose(1, 2) for part in self.c_attn(x)]
+        parts = self.c_attn(x).split(self.parts, dim=-1)
+        q, k, v = [part.view(B, T, -1, hs).transpose(1, 2) for part in parts]
         if cache is not None:
             if self in cache:
                 past_k, past_v = cache[self]
@@ -201,7 +190,8 @@ class GPT(nn.Module):
 
     def matrices(self) -> list[tuple[nn.Parameter, list[int]]]:
         """Return the weights that Muon updates, each with the row counts of the matrices in it."""
-        parts = {m.weight: m.parts for m in self.modules() if isinstance(m, StackedLinear)}
+        attentions = [m for m in self.modules() if isinstance(m, CausalSelfAttention)]
+        parts = {attn.c_attn.weight: attn.parts for attn in attentions}
         matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
         return [(p, parts.get(p, [len(p)])) for p in matrices]
 
