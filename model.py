@@ -164,24 +164,27 @@ class GPT(nn.Module):
             self.loss = torch.compile(self.loss, dynamic=False)  # type: ignore
         self.init_weights(seed)
 
-    @torch.no_grad()
     def init_weights(self, seed: int):
         """Set biases to 0, and draw matrices from N(0, 0.02). Divide the last matrix of each
         residual branch by sqrt(number of branches), so that the scale of the residual stream does
         not depend on depth (GPT-2, section 2.3). Padded rows are 0 and use no random numbers, so
         padding changes no other weight. LayerNorm gains keep their PyTorch default, 1."""
-        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        for name, p in self.named_parameters():
+        nn.init.zeros_(self.transformer.wte.weight)
+        for name, p in self.weights().items():
             # With one generator per name, adding, removing or moving a parameter changes no other.
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if name.endswith("bias"):
                 p.zero_()
-            elif name == "transformer.wte.weight":
-                p.zero_()[: self.config.vocab_size].normal_(std=0.02, generator=rng)
-            elif name.endswith("c_proj.weight"):
-                p.normal_(std=residual_std, generator=rng)
             elif p.dim() == 2:
-                p.normal_(std=0.02, generator=rng)
+                is_last = name.endswith("c_proj.weight")
+                divisor = math.sqrt(2 * self.config.n_layer) if is_last else 1
+                p.normal_(std=0.02 / divisor, generator=rng)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all weights by name, as views that leave out padded rows."""
+        weights = {name: p.detach() for name, p in self.named_parameters()}
+        rows = weights["transformer.wte.weight"]
+        return weights | {"transformer.wte.weight": rows[: self.config.vocab_size]}
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters with weight decay (matrices and embeddings) and those without."""
@@ -194,12 +197,6 @@ class GPT(nn.Module):
         parts = {attn.c_attn.weight: attn.parts for attn in attentions}
         matrices = [p for p in self.transformer.h.parameters() if p.dim() >= 2]
         return [(p, parts.get(p, [len(p)])) for p in matrices]
-
-    def num_elements(self, params: list[nn.Parameter]) -> int:
-        """Return the number of weights in params, excluding padded rows."""
-        num_padded = (self.config.num_rows - self.config.vocab_size) * self.config.n_embd
-        has_embedding = any(p is self.transformer.wte.weight for p in params)
-        return sum(p.numel() for p in params) - (num_padded if has_embedding else 0)
 
     def flops_per_token(self) -> int:
         """Return both passes' FLOPs per token: 6 per weight (wpe is only looked up), and

@@ -255,14 +255,15 @@ def record_start(run: Run, saved: dict, figures: str):
     num_epochs = config.steps * config.batch_tokens / num_tokens
     num_val = evaluate.num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
     decayed, others = run.model.decay_groups()
-    num_decayed, num_others = run.model.num_elements(decayed), run.model.num_elements(others)
+    num_params = sum(p.numel() for p in run.model.weights().values())
+    num_others = sum(p.numel() for p in others)
     speed_ups = [spell(name)[2:] for name in flags.SPEED_UPS if getattr(config, name)]
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step:,}' if saved else 'new'}",
         f"data: {run.data.folder}, {run.data.tokenizer}: {num_epochs:.2f} epochs of {num_tokens:,}"
         f" tokens; {num_val:,} tokens for validation",
-        f"model: {config.model}, {num_decayed + num_others:,} parameters: {len(decayed)} tensors"
-        f" ({num_decayed:,}) with weight decay, {len(others)} ({num_others:,}) without",
+        f"model: {config.model}, {num_params:,} parameters: {len(decayed)} tensors"
+        f" ({num_params - num_others:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {'Muon for the matrices, AdamW for the rest' if config.muon else 'AdamW'}",
         f"device: {size} x {machine['device']}, torch {machine['torch']}",
         f"speed-ups: {', '.join(speed_ups) or 'none'}{figures}",

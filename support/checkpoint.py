@@ -39,7 +39,7 @@ NEEDED = ("config.json", "model.safetensors", "state.json", "training.safetensor
 FORMER = "optimizer.safetensors"  # in place of training.safetensors before version 1.0
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
 UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # old files' masks; copy of wte
-WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
+WPE = "transformer.wpe.weight"
 SIZES = ("vocab_size", "n_layer", "n_head", "n_embd")  # in config.json and GPTConfig
 HF_SETTINGS = {  # the values in config.json that we support, with the default first
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names for one function
@@ -273,10 +273,9 @@ def save_weights(folder: Path, model: GPT, tokenizer: Tokenizer | None, tokenize
 def hf_weights(model: GPT) -> dict[str, Tensor]:
     """Return the weights with Hugging Face's names and layout, without padding, on the CPU."""
     weights = {}
-    for name, param in model.named_parameters():
-        p = param.detach().cpu()  # a transposed copy might not fit on the GPU
+    for name, param in model.weights().items():
+        p = param.cpu()  # a transposed copy might not fit on the GPU
         weights[name] = p.t().contiguous() if name.endswith(CONV1D) else p
-    weights[WTE] = weights[WTE][: model.config.vocab_size]
     return weights
 
 

@@ -33,12 +33,8 @@ def tiny(**computation) -> GPT:
 
 def spread(model: GPT) -> GPT:
     """Move the weights off their initial values, so that choices differ clearly."""
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            rows = p[: model.config.vocab_size] if "wte" in name else p
-            rows += 0.2 * torch.randn(
-                rows.shape, generator=torch.Generator().manual_seed(p.numel())
-            )
+    for p, rows in zip(model.parameters(), model.weights().values(), strict=True):
+        rows += 0.2 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(p.numel()))
     return model
 
 
@@ -51,9 +47,9 @@ def test_sizes():
         with torch.device("meta"):
             plain, model = GPT(shape_of(name, pad_vocab=False)), GPT(shape_of(name))
         assert sum(p.numel() for p in plain.parameters()) == num_params
-        assert model.num_elements(list(model.parameters())) == num_params
+        assert sum(p.numel() for p in model.weights().values()) == num_params
         if name == "gpt2":
-            groups = [(len(group), model.num_elements(group)) for group in model.decay_groups()]
+            groups = [(len(g), sum(p.numel() for p in g)) for g in plain.decay_groups()]
             assert groups == [(50, 124_318_464), (98, 121_344)]
             assert model.flops_per_token() == pytest.approx(855.4e6, rel=1e-4)  # nanoGPT's
 
@@ -82,10 +78,8 @@ def check_against_hugging_face(config: GPTConfig, flash: bool, dtype: torch.dtyp
     oracle = hugging_face(config).to(dtype)
     model = GPT(config, ComputeConfig(flash=flash)).to(dtype)
     rel = 1e-6 if dtype == torch.float64 else 1e-5
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            rows = p[: config.vocab_size] if "wte" in name else p
-            rows.copy_(in_our_layout(oracle.get_parameter(name), name))
+    for name, p in model.weights().items():
+        p.copy_(in_our_layout(oracle.get_parameter(name).detach(), name))
     row = tokens(2, 33, vocab_size=config.vocab_size)
     idx, targets = row[:, :-1], row[:, 1:]
     logits = oracle(idx).logits
@@ -150,13 +144,12 @@ def test_flash_attention(dtype):
 
 def test_initial_weights():
     model = GPT(shape_of("nano", n_layer=8, vocab_size=4096))
-    for name, p in model.named_parameters():
+    for name, p in model.weights().items():
         if name.endswith("bias"):
             assert not p.any()
         elif p.dim() == 1:
             assert (p == 1).all()
         else:
-            p = p[: model.config.vocab_size] if "wte" in name else p
             std = 0.02 / math.sqrt(2 * 8) if name.endswith("c_proj.weight") else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.03), name
             assert p.mean().item() == pytest.approx(0, abs=std / 20), name
