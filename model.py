@@ -42,8 +42,7 @@ class GPTConfig:
     def num_rows(self) -> int:
         """The embedding's row count. Speed-up 5 rounds vocab_size up to a multiple of 64 (50257 to
         50304), as GPUs multiply matrices in tiles, and partial tiles cost as much as full ones."""
-        multiple = 64 if self.pad_vocab else 1
-        return math.ceil(self.vocab_size / multiple) * multiple
+        return math.ceil(self.vocab_size / 64) * 64 if self.pad_vocab else self.vocab_size
 
 
 @dataclass(frozen=True)
@@ -259,20 +258,19 @@ class GPT(nn.Module):
     ) -> Iterator[Tensor]:
         """Yield the tokens (B, 1) that follow idx (B, T), one at a time, forever. When all seq_len
         positions are full, drop the older half and recompute the rest: cached keys can't move."""
+        idx = idx[:, -self.config.seq_len :]
         cache: dict = {}
-        past = 0
-        new = idx[:, -self.config.seq_len :]
+        past = 0  # the number of tokens in it
         while True:
             with sdpa_kernel(VARLEN_BACKENDS):
-                x = self.features(new, cache, past)[:, -1]  # (B, C)
-            past += new.shape[1]
+                x = self.features(idx[:, past:], cache, past)[:, -1]  # (B, C)
             logits = self.head(x)[:, : self.config.vocab_size].float()  # padding is never drawn
             new = sample_token(logits, rng, temperature, top_k)
             yield new
+            past = idx.shape[1]
             idx = torch.cat([idx, new], dim=1)
             if past == self.config.seq_len:
-                cache, past = {}, 0
-                new = idx[:, -max(1, self.config.seq_len // 2) :]
+                idx, cache, past = idx[:, -max(1, past // 2) :], {}, 0
 
 
 def sample_token(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int) -> Tensor:
@@ -280,7 +278,7 @@ def sample_token(logits: Tensor, rng: torch.Generator, temperature: float, top_k
     drawn from the top_k likeliest (0: from all). Raise FloatingPointError if logits overflow."""
     if not logits.amax().isfinite():
         raise FloatingPointError("the logits overflow, so no next token can be drawn")
-    if temperature < torch.finfo(torch.float32).tiny:  # dividing by it would overflow
+    if temperature < 1e-20:  # dividing by it might overflow
         return logits.argmax(dim=-1, keepdim=True)
     top, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # largest first
     probs = ((top - top[:, :1]) / temperature).softmax(dim=-1)
