@@ -39,7 +39,7 @@ NEEDED = ("config.json", "model.safetensors", "state.json", "training.safetensor
 FORMER = "optimizer.safetensors"  # in place of training.safetensors before version 1.0
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
 UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # old files' masks; copy of wte
-WPE = "transformer.wpe.weight"
+WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
 SIZES = ("vocab_size", "n_layer", "n_head", "n_embd")  # in config.json and GPTConfig
 HF_SETTINGS = {  # the values in config.json that we support, with the default first
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names for one function
