@@ -147,9 +147,10 @@ def open_others(folder: Path) -> TokenFolder:
     return TokenFolder(folder, splits["train"], splits["val"], "gpt2", GPT2_TOKENS, fingerprint)
 
 
-@lru_cache
-def feistel_keys(seed: int, epoch: int) -> list[int]:
-    return [int(key) for key in np.random.SeedSequence([seed, epoch]).generate_state(6, np.uint64)]
+@lru_cache(maxsize=4096)
+def random_numbers(count: int, *seeds: int) -> list[int]:
+    """Return numbers below 2^64 that depend on the seeds alone."""
+    return np.random.SeedSequence(seeds).generate_state(count, np.uint64).tolist()
 
 
 def permuted(number: int, length: int, seed: int, epoch: int) -> int:
@@ -160,7 +161,7 @@ def permuted(number: int, length: int, seed: int, epoch: int) -> int:
     mask = (1 << half) - 1
     while True:  # at most 4 times on average
         left, right = number >> half, number & mask
-        for key in feistel_keys(seed, epoch):
+        for key in random_numbers(6, seed, epoch):
             mixed = (right + key) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF  # 2^64 / golden ratio
             mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF
             left, right = right, left ^ (mixed >> 32 & mask)
@@ -169,12 +170,10 @@ def permuted(number: int, length: int, seed: int, epoch: int) -> int:
             return number
 
 
-@lru_cache(maxsize=4096)
 def epoch_offset(seed: int, epoch: int, shard: int, T: int) -> int:
     """Return where in a shard an epoch's first sequence starts (below T). Later epochs cut the text
     at new places, which improved the best validation loss on 135 kB from 1.907 to 1.721."""
-    entropy = np.random.SeedSequence([seed, epoch, shard]).generate_state(1, np.uint64)[0]
-    return int(entropy) % T if epoch else 0
+    return random_numbers(1, seed, epoch, shard)[0] % T if epoch else 0
 
 
 @dataclass(eq=False)
