@@ -39,12 +39,9 @@ class Shard:
         """Return `count` tokens from `start` on: (count,) uint16. Raise ShardError if a token is
         missing or too large. Check every read, because a file may be overwritten during a run; a
         memory map of a file that is cut would kill the process."""
-        with open(self.path, "rb", buffering=0) as f:  # twice as fast as np.fromfile
-            f.seek(self.offset + start * TOKEN.itemsize)
-            content = f.read(count * TOKEN.itemsize)
-        if len(content) < count * TOKEN.itemsize:
+        tokens = np.fromfile(self.path, TOKEN, count, offset=self.offset + start * TOKEN.itemsize)
+        if len(tokens) < count:
             raise ShardError(f"{self.path} ends before token {start + count:,}: copy it again")
-        tokens = np.frombuffer(content, TOKEN)
         largest = tokens.max(initial=0)  # takes 2 us
         if largest > self.max_id:
             raise ShardError(
