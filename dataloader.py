@@ -9,7 +9,7 @@ A shard is a file of little-endian uint16 tokens in one of three formats:
 import hashlib
 import json
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -33,7 +33,7 @@ class Shard:
     path: Path
     offset: int  # bytes before the first token
     num_tokens: int
-    max_id: int = 65535  # a larger id means that the shard is damaged
+    max_id: int  # a larger id means that the shard is damaged
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` tokens from `start` on: (count,) uint16. Raise ShardError if a token is
@@ -50,18 +50,13 @@ class Shard:
         return tokens
 
 
-def open_shard(path: Path) -> Shard:
-    """Return the shard in a file. Raise ShardError if it is missing or incomplete."""
-    if not path.is_file():
-        raise ShardError(f"{path} is missing: copy it again")
+def open_shard(path: Path, max_id: int = 65535) -> Shard:
+    """Return the shard in a file. Raise ShardError if it is incomplete."""
     header = np.fromfile(path, "<i4", 3).tolist()  # fewer numbers if the file ends before
     if header[:2] == [MAGIC, VERSION]:
         offset, num_tokens = 1024, sum(header[2:])
     elif path.suffix == ".npy":
-        try:
-            array = np.load(path, mmap_mode="r")  # never a pickle, which needs allow_pickle
-        except Exception as error:  # numpy parses the header as Python
-            raise ShardError(f"{path} is not a whole .npy file: {error}") from error
+        array = np.load(path, mmap_mode="r")  # never a pickle, which needs allow_pickle
         if array.dtype != TOKEN or array.ndim != 1:
             raise ShardError(f"{path} holds {array.dtype} {array.shape}, not a row of uint16")
         offset, num_tokens = array.offset, len(array)
@@ -72,7 +67,7 @@ def open_shard(path: Path) -> Shard:
     on_disk = (path.stat().st_size - offset) / TOKEN.itemsize
     if on_disk != num_tokens or num_tokens < 1:
         raise ShardError(f"{path} holds {on_disk:,.10g} tokens, and its header says {num_tokens:,}")
-    return Shard(path, offset, num_tokens)
+    return Shard(path, offset, num_tokens, max_id)
 
 
 @dataclass(frozen=True)
@@ -89,23 +84,17 @@ def open_folder(folder: Path) -> TokenFolder:
     """Return a folder's shards. Those of another program, which come without a manifest, are
     taken for GPT-2's tokens. Raise ShardError if a split has no shards."""
     name = f"--data-dir {folder}"
-    if not folder.is_dir():
-        raise ShardError(f"{name} is not there: make it with prepare_data.py --input TEXT {name}")
     if (folder / "meta.pkl").exists():
-        raise ShardError(
-            f"{name} is nanoGPT's by character: prepare its text with --tokenizer bytes"
-        )
+        raise ShardError(f"{name} is nanoGPT's by character: prepare it with --tokenizer bytes")
     if folder.suffix == ".tmp":
         raise ShardError(f"{name} is unfinished: repeat the prepare_data.py command that began it")
     try:
         data = open_prepared(folder) if (folder / MANIFEST).exists() else open_others(folder)
-    except (ShardError, OSError):
-        raise
-    except Exception as error:  # the manifest may hold anything
-        raise ShardError(f"{folder / MANIFEST} is damaged ({error!r}): prepare it again") from error
+    except Exception as error:  # a file is missing or damaged; the manifest may hold anything
+        text = f"{name} can't be read ({error}): make it with prepare_data.py --input TEXT {name}"
+        raise ShardError(text) from error
     if not data.train or not data.val:
-        text = f"{name} has {len(data.train)} train and {len(data.val)} val shards, and needs both"
-        raise ShardError(f"{text}: prepare_data.py makes them")
+        raise ShardError(f"{name} lacks train or val shards: prepare_data.py makes both")
     return data
 
 
@@ -116,14 +105,13 @@ def open_prepared(folder: Path) -> TokenFolder:
     digest = hashlib.sha256()
     for split, shards in splits.items():
         for entry in manifest[split]["shards"]:
-            shard = open_shard(folder / Path(entry["name"]).name)  # in this folder alone
+            # by its name alone, so in no other folder
+            shard = open_shard(folder / Path(entry["name"]).name, int(entry["largest_id"]))
             if shard.num_tokens != entry["tokens"]:
                 raise ShardError(f"{shard.path} is not the shard that {MANIFEST} describes")
-            shards.append(replace(shard, max_id=int(entry["largest_id"])))
+            shards.append(shard)
             digest.update(f"{split} {entry['sha256']} ".encode())
-    name, size = str(manifest["tokenizer"]["name"]), int(manifest["tokenizer"]["vocab_size"])
-    if size < 1:
-        raise ValueError(f"vocab_size {size}")
+    name, size = manifest["tokenizer"]["name"], int(manifest["tokenizer"]["vocab_size"])
     return TokenFolder(folder, splits["train"], splits["val"], name, size, digest.hexdigest()[:16])
 
 
@@ -134,7 +122,7 @@ def open_others(folder: Path) -> TokenFolder:
     for path in sorted(folder.iterdir()):
         split = next((split for split in splits if split in path.name), "")
         if split and path.suffix in (".bin", ".npy"):
-            shard = replace(open_shard(path), max_id=GPT2_TOKENS - 1)
+            shard = open_shard(path, GPT2_TOKENS - 1)
             splits[split].append(shard)
             digest.update(f"{split} {shard.num_tokens} ".encode())
             size = min(512, shard.num_tokens)
@@ -194,8 +182,8 @@ class ShardLoader:
         self.firsts = [0, *accumulate((shard.num_tokens - 1) // self.T for shard in self.shards)]
         if not len(self):
             longest = max(shard.num_tokens for shard in self.shards)
-            text = f"--seq-len {self.T} needs shards of {self.T + 1} tokens"
-            raise ShardError(f"{text}, but the longest of {self.shards[0].path} has {longest}")
+            needs = f"--seq-len {self.T} needs shards of {self.T + 1} tokens"
+            raise ShardError(f"{needs}, but the longest has {longest}")
 
     def __len__(self) -> int:  # sequences in an epoch
         return self.firsts[-1]
