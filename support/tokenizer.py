@@ -12,15 +12,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import tiktoken
+from tiktoken.load import read_file_cached
+from tokenizers import ByteLevelBPETokenizer
 
 from support.cli import UserError
 
 END_OF_TEXT = "<|endoftext|>"  # it precedes each document; the last id of bytes and of GPT-2
 OPENAI = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-URLS = {"vocab.json": OPENAI + "encoder.json", "merges.txt": OPENAI + "vocab.bpe"}
-SHA256 = {  # as in tiktoken_ext/openai_public.py
-    "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+GPT2 = {  # its vocab.json and merges.txt, with their SHA-256, as in tiktoken_ext/openai_public.py
+    OPENAI + "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    OPENAI + "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
 # GPT-2's pattern for the words that are encoded one by one, as rewritten in tiktoken for speed.
 WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -30,10 +32,7 @@ ALPHABET = [chr(byte) for byte in range(256)]  # the character of each byte
 for i, byte in enumerate([*range(33), *range(127, 161), 173]):
     ALPHABET[byte] = chr(256 + i)
 BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
-NAMES = {  # of SHA-256
-    "5b5388827ac5e6cf479d22946ec0669ddd6bf3e967c7b798eac297010b921632": "bytes",
-    "9003f2b5e3eea78405bbab764305ed7dab3547f71605c0f321f55c4293d8d389": "gpt2",
-}
+NAMES = {"bpe-5b5388827ac5": "bytes", "bpe-9003f2b5e3ee": "gpt2"}
 
 
 class Tokenizer:
@@ -53,32 +52,28 @@ class Tokenizer:
         for token, i in vocab.items():  # special ones may hold characters that stand for no byte
             is_bytes = BYTES.keys() >= {*token}
             self.tokens[i] = bytes(BYTES[char] for char in token) if is_bytes else token.encode()
-        # tiktoken merges in the order of ranks and returns ranks. Other ids have another order.
-        ranks: dict[bytes, int] = {}
-        ids: list[int] = []
-        for token in [*ALPHABET, *(merge.replace(" ", "", 1) for merge in merges)]:
-            if ranks.setdefault(self.tokens[vocab[token]], len(ranks)) == len(ids):
-                ids.append(vocab[token])
-        self.ids = np.array(ids, np.uint16)  # by rank
         # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
         self.lengths = np.array([len(token) for token in self.tokens], np.int64)
         self.lengths[self.end_of_text] = 0
         self.sha256 = hashlib.sha256(json.dumps([self.vocab, merges, end]).encode()).hexdigest()
-        self.name = NAMES.get(self.sha256, f"bpe-{self.sha256[:12]}")
-        if merges:
-            import tiktoken  # not at the top, because it takes 0.1 s
-
-            if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
-                raise UserError("tiktoken is older than 0.9: pip install --upgrade tiktoken")
-            # Without any special token, tiktoken would look for an empty one at each character.
-            self.encoding = tiktoken.Encoding(
-                self.name, pat_str=WORD, mergeable_ranks=ranks, special_tokens={end: len(ranks)}
-            )
+        name = f"bpe-{self.sha256[:12]}"
+        self.name = NAMES.get(name, name)
+        # tiktoken merges in the order of ranks and returns ranks. Other ids have another order. Two
+        # merges may make the same token, whose rank is that of the first.
+        by_rank = dict.fromkeys([*ALPHABET, *(merge.replace(" ", "") for merge in merges)])
+        self.ids = np.array([vocab[token] for token in by_rank], np.uint16)
+        if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
+            raise UserError("tiktoken is older than 0.9: pip install --upgrade tiktoken")
+        # Without any special token, tiktoken would look for an empty one at each character.
+        self.encoding = tiktoken.Encoding(
+            self.name,
+            pat_str=WORD,
+            mergeable_ranks={self.tokens[i]: rank for rank, i in enumerate(self.ids)},
+            special_tokens={end: len(self.ids)},
+        )
 
     def encode_array(self, text: str) -> np.ndarray:
         """Return the tokens of text, uint16. An end of text inside it is ordinary text."""
-        if not self.merges:
-            return self.ids[np.frombuffer(text.encode(), np.uint8)]
         return self.ids[self.encoding.encode_to_numpy(text, disallowed_special=())]
 
     def encode(self, text: str) -> list[int]:
@@ -110,11 +105,9 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
         if (folder / "tokenizer.json").exists():  # which AutoTokenizer prefers, too
             vocab, merges = from_tokenizer_json(read_json(folder / "tokenizer.json"))
         elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-            vocab = read_json(folder / "vocab.json")
-            merges = (folder / "merges.txt").read_text("utf-8").split("\n")
-            if merges[0].startswith("#version"):
-                del merges[0]
-            vocab |= read_json(folder / "added_tokens.json")
+            vocab = read_json(folder / "vocab.json") | read_json(folder / "added_tokens.json")
+            lines = (folder / "merges.txt").read_text("utf-8").split("\n")
+            merges = [line for line in lines if line and not line.startswith("#version")]
         else:
             return None
         settings = read_json(folder / "tokenizer_config.json")
@@ -125,7 +118,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
             found = content.get("eos_token")
             found = found["content"] if isinstance(found, dict) else found
             end = found if found in vocab else end
-        return Tokenizer(vocab, [merge for merge in merges if merge], end)
+        return Tokenizer(vocab, merges, end)
     except Exception as error:  # the files may hold anything
         text = f"the tokenizer in {folder} is not a byte-level BPE"
         raise UserError(f"{text}: {error!r:.200}") from error
@@ -159,18 +152,15 @@ def gpt2_tokenizer(may_download: bool = False) -> Tokenizer | None:
     """Return OpenAI's tokenizer from tiktoken's cache, or None if it is neither there nor may be
     downloaded. Raise UserError if the download fails."""
     cache = os.environ.get("TIKTOKEN_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
-    paths = [Path(cache, hashlib.sha1(url.encode()).hexdigest()) for url in URLS.values()]
+    paths = [Path(cache, hashlib.sha1(url.encode()).hexdigest()) for url in GPT2]
     if not may_download and not all(path.exists() for path in paths):
         return None
     try:
-        from tiktoken.load import read_file_cached
-
-        files = {name: read_file_cached(url, SHA256[name]) for name, url in URLS.items()}
+        vocab, merges = [read_file_cached(url, digest) for url, digest in GPT2.items()]
     except (OSError, ValueError) as error:  # no network, or a proxy's page instead
-        text = f"GPT-2's vocabulary can't be downloaded ({error!s:.200}): save {URLS}"
-        raise UserError(f"{text} in a folder, and name it with --tokenizer") from error
-    merges = files["merges.txt"].decode().splitlines()[1:]
-    return Tokenizer(json.loads(files["vocab.json"]), merges)
+        text = f"GPT-2's vocabulary can't be downloaded ({error!s:.200}): name a folder with"
+        raise UserError(f"{text} hf.co/gpt2's vocab.json and merges.txt by --tokenizer") from error
+    return Tokenizer(json.loads(vocab), merges.decode().splitlines()[1:])
 
 
 def find_tokenizer(folder: Path, name: str) -> Tokenizer | None:
@@ -186,9 +176,7 @@ def find_tokenizer(folder: Path, name: str) -> Tokenizer | None:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a BPE with up to vocab_size tokens on texts. The same texts give the same tokenizer."""
-    from tokenizers import ByteLevelBPETokenizer  # splits words by GPT-2's pattern
-
-    bpe = ByteLevelBPETokenizer()
+    bpe = ByteLevelBPETokenizer()  # splits words by GPT-2's pattern
     bpe.train_from_iterator(texts, vocab_size - 1, min_frequency=0, show_progress=False)
     vocab, merges = from_tokenizer_json(json.loads(bpe.to_str()))
     return Tokenizer(vocab | {END_OF_TEXT: len(vocab)}, merges)
