@@ -86,12 +86,11 @@ class Tokenizer:
     def files(self, seq_len: int | None = None) -> dict[str, bytes]:
         """Return the files that transformers.AutoTokenizer loads, by name."""
         merges = "".join(f"{merge}\n" for merge in ["#version: 0.2", *self.merges])
-        config: dict = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
-        if self.name != "gpt2":
-            # Treat <|endoftext|> inside a text as ordinary text. OpenAI's GPT-2 does not.
-            config |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False}
-        if self.end != END_OF_TEXT:
-            config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.end)
+        config: dict = dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.end)
+        config |= {"tokenizer_class": "GPT2Tokenizer", "model_max_length": seq_len}
+        config["clean_up_tokenization_spaces"] = False
+        # Treat <|endoftext|> inside a text as ordinary text. OpenAI's GPT-2 does not.
+        config["split_special_tokens"] = self.name != "gpt2"
         return {
             "vocab.json": json.dumps(self.vocab).encode(),  # with an indent it takes 0.2 s
             "merges.txt": merges.encode(),
