@@ -126,15 +126,13 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 def from_tokenizer_json(content: dict) -> tuple[dict[str, int], list[str]]:
     """Return vocabulary and merges of the file that Hugging Face's tokenizers write. Raise
     ValueError if it has a setting that changes the tokens of a text."""
-    model, split = content["model"], content["pre_tokenizer"]
-    added = content.get("added_tokens", [])
+    model, split, added = content["model"], content["pre_tokenizer"], content["added_tokens"]
+    kind = model["type"], split["type"], split.get("use_regex", True)
     keys = "normalizer", "dropout", "ignore_merges", "end_of_word_suffix", "add_prefix_space"
     wrong = [key for key in keys if (content | model | split).get(key)]
-    wrong += [f"added token {token['content']!r}" for token in added if not token.get("special")]
-    if (model["type"], split["type"], split.get("use_regex", True)) != ("BPE", "ByteLevel", True):
-        wrong += [f"{model['type']} and {split['type']}"]
-    if wrong:
-        raise ValueError(", ".join(wrong))
+    wrong += [token["content"] for token in added if not token["special"]]
+    if wrong or kind != ("BPE", "ByteLevel", True):
+        raise ValueError(f"{kind} with {wrong}")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     return model["vocab"] | {token["content"]: token["id"] for token in added}, merges
 
