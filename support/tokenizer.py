@@ -31,7 +31,7 @@ WORD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(
 ALPHABET = [chr(byte) for byte in range(256)]  # the character of each byte
 for i, byte in enumerate([*range(33), *range(127, 161), 173]):
     ALPHABET[byte] = chr(256 + i)
-BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
+BYTES = {char: bytes([byte]) for byte, char in enumerate(ALPHABET)}
 NAMES = {"bpe-5b5388827ac5": "bytes", "bpe-9003f2b5e3ee": "gpt2"}
 
 
@@ -50,8 +50,7 @@ class Tokenizer:
         self.size = max(used) + 1  # ids are below it
         self.tokens = [b""] * (1 << 16)  # by id; none for padding ids, which are beyond the last
         for token, i in vocab.items():  # special ones may hold characters that stand for no byte
-            is_bytes = BYTES.keys() >= {*token}
-            self.tokens[i] = bytes(BYTES[char] for char in token) if is_bytes else token.encode()
+            self.tokens[i] = b"".join(BYTES.get(char, char.encode()) for char in token)
         # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
         self.lengths = np.array([len(token) for token in self.tokens], np.int64)
         self.lengths[self.end_of_text] = 0
