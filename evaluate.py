@@ -20,10 +20,10 @@ from config import TrainConfig, resolve, to_take
 from dataloader import ShardLoader, open_folder
 from model import GPT, VARLEN_BACKENDS, ComputeConfig
 from support.checkpoint import find_weights, load_weights
-from support.cli import RunError, UserError, make_parser, parse, report, show
+from support.cli import UserError, make_parser, parse, program, show
 from support.device import autocast, device_name, to_device
 from support.tokenizer import Tokenizer, find_tokenizer
-from support.world import DONE, INTERRUPTED, Stop, World, connected
+from support.world import Stop, World, connected
 
 
 def random_seed(*numbers: int) -> int:
@@ -182,8 +182,8 @@ def choice_losses(model: GPT, question: Question, device: torch.device) -> np.nd
     return np.array(sums)
 
 
-def evaluate(typed: dict, world: World) -> str:
-    """Return the figures of a run's newest checkpoint, or of other weights, as a line of text."""
+def evaluate(typed: dict, world: World):
+    """Print the figures of a run's newest checkpoint, or of other weights, as a line of text."""
     weights = find_weights(typed.pop("weights"))
     typed["compile"] = False  # an evaluation is too short for it to pay off
     state = weights.folder / "state.json"  # if they are of a run: take its data and precision
@@ -202,24 +202,18 @@ def evaluate(typed: dict, world: World) -> str:
         figures |= validate(model, model, loader, tokenizer, config, world)
     if questions:
         figures |= answers(model, questions, config.dtype, world)
-    return f"{weights.folder} on {data.folder}: {format_metrics(figures)}"
+    if world.is_main:
+        show(f"{weights.folder} on {data.folder}: {format_metrics(figures)}")
 
 
-def main(argv: list[str]) -> int:
-    try:
-        names = "data_dir", "eval_tokens", "hellaswag", "device"
-        parser = make_parser(TrainConfig, __doc__ or "", names=names)
-        parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
-        typed = parse(parser, TrainConfig, argv)
-        with connected(typed.get("device", "")) as world:
-            text = evaluate(typed, world)
-            if world.is_main:
-                show(text)
-        return DONE
-    except (RunError, OSError) as error:
-        return report(error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+@program
+def main(argv: list[str]):
+    names = "data_dir", "eval_tokens", "hellaswag", "device"
+    parser = make_parser(TrainConfig, __doc__ or "", names=names)
+    parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
+    typed = parse(parser, TrainConfig, argv)
+    with connected(typed.get("device", "")) as world:
+        evaluate(typed, world)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,19 @@ import sys
 from config import TrainConfig
 from evaluate import sample
 from support.checkpoint import load_model
-from support.cli import RunError, UserError, make_parser, parse, report, show
-from support.world import DONE, INTERRUPTED, find_world
+from support.cli import UserError, make_parser, parse, program, show
+from support.world import find_world
 
 FLAGS = "prompt", "num_samples", "sample_tokens", "temperature", "top_k", "seed", "device"
 
 
-def show_samples(typed: dict):
-    """Load the model, and print each prompt's samples token by token."""
-    world = find_world(typed.get("device", ""))
+@program
+def main(argv: list[str]):
+    parser = make_parser(TrainConfig, __doc__ or "", names=FLAGS)
+    parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
+    typed = parse(parser, TrainConfig, argv)
     name = typed.pop("weights")
+    world = find_world(typed.get("device", ""))
     model, tokenizer = load_model(name)
     if tokenizer is None:
         raise UserError(f"the tokenizer of {name} is not here: copy its files beside the weights")
@@ -36,18 +39,6 @@ def show_samples(typed: dict):
             for content in sample(model, tokenizer, config, number):
                 show(decoder.decode(content), end="")
             show("")
-
-
-def main(argv: list[str]) -> int:
-    try:
-        parser = make_parser(TrainConfig, __doc__ or "", names=FLAGS)
-        parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
-        show_samples(parse(parser, TrainConfig, argv))
-        return DONE
-    except (RunError, OSError, FloatingPointError) as error:  # the last if the logits overflow
-        return report(error)
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 if __name__ == "__main__":

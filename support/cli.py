@@ -4,6 +4,7 @@ import argparse
 import errno
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
 
@@ -55,6 +56,21 @@ def report(error: Exception) -> int:
     if os.getenv("RANK", "0") == "0" or getattr(error, "is_of_one_rank", True):
         print("error:", *str(error).split(), file=sys.stderr)
     return getattr(error, "exit_code", 1)
+
+
+def program(main: Callable[[list[str]], None]) -> Callable[[list[str]], int]:
+    """Let main return an exit code. What it raises for the user is printed in one line."""
+
+    def run(argv: list[str]) -> int:
+        try:
+            main(argv)
+            return 0
+        except (RunError, OSError, FloatingPointError) as error:  # the last if logits overflow
+            return report(error)
+        except KeyboardInterrupt:
+            return 130
+
+    return run
 
 
 def show(text: str, end: str = "\n"):

@@ -11,7 +11,7 @@ import torch
 
 from model import GPT, GPTConfig
 from support.checkpoint import SIZES, save_weights
-from support.cli import RunError, UserError, report
+from support.cli import UserError, program
 from support.tokenizer import gpt2_tokenizer
 
 
@@ -42,15 +42,12 @@ def convert(path: Path, folder: Path):
     save_weights(folder, model, gpt2_tokenizer() if is_gpt2 else None, "")
 
 
-def main(argv: list[str]) -> int:
-    try:
-        if len(argv) != 2:
-            raise UserError("usage: python -m support.convert FILE.pt NEW_FOLDER")
-        convert(Path(argv[0]), Path(argv[1]))
-        print(f"wrote {argv[1]}")
-        return 0
-    except (RunError, OSError) as error:
-        return report(error)
+@program
+def main(argv: list[str]):
+    if len(argv) != 2:
+        raise UserError("usage: python -m support.convert FILE.pt NEW_FOLDER")
+    convert(Path(argv[0]), Path(argv[1]))
+    print(f"wrote {argv[1]}")
 
 
 if __name__ == "__main__":
