@@ -80,8 +80,7 @@ def num_val_sequences(eval_tokens: int, loader: ShardLoader) -> int:
 
 def format_metrics(figures: dict[str, float]) -> str:
     """Return "val loss 3.2800, perplexity 26.5758, ..."."""
-    text = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
-    return text.replace("_", " ")
+    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items()).replace("_", " ")
 
 
 def sample(
@@ -106,13 +105,11 @@ def sample(
 
 def samples(model: GPT, tokenizer: Tokenizer, config: TrainConfig, stop: Stop) -> str:
     """Return all samples of an evaluation as one string. A signal to stop cuts them short."""
-    texts = []
     model.eval()
-    for number in range(config.num_samples):
-        text = config.prompt.encode() + b"".join(sample(model, tokenizer, config, number, stop))
-        texts.append(text.decode(errors="replace"))
+    numbers = range(config.num_samples)
+    contents = [b"".join(sample(model, tokenizer, config, number, stop)) for number in numbers]
     model.train()
-    return "\n---\n".join(texts)
+    return "\n---\n".join(config.prompt + text.decode(errors="replace") for text in contents)
 
 
 class Question(NamedTuple):

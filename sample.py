@@ -30,15 +30,16 @@ def main(argv: list[str]):
     if "prompt" not in typed and sys.stdin.isatty():
         print("type the beginning of a text, or Ctrl-D to end", file=sys.stderr)
     prompts = [typed["prompt"]] if "prompt" in typed else (line.rstrip("\n") for line in sys.stdin)
-    for i, prompt in enumerate(prompts):
+    separator = ""
+    for prompt in prompts:
         config = TrainConfig(**typed | {"prompt": prompt, "bf16": False, "warmup_steps": 0})
         for number in range(config.num_samples):
-            show("---\n" if i or number else "", end="")
-            show(prompt, end="")
-            decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds back half characters
-            for content in sample(model, tokenizer, config, number):
-                show(decoder.decode(content), end="")
+            show(separator + prompt, end="")
+            contents = sample(model, tokenizer, config, number)
+            for text in codecs.iterdecode(contents, "utf-8", "replace"):  # keeps back half a letter
+                show(text, end="")
             show("")
+            separator = "---\n"
 
 
 if __name__ == "__main__":
