@@ -195,7 +195,7 @@ def evaluate(typed: dict, world: World):
     questions = open_questions(config.hellaswag, tokenizer, weights.shape.vocab_size)
     figures: dict[str, float] = {}
     if config.eval_tokens:
-        loader = ShardLoader(data.val, config.micro_batch_size, config.seq_len)
+        loader = world.together(ShardLoader, data.val, config.micro_batch_size, config.seq_len)
         figures |= validate(model, model, loader, tokenizer, config, world)
     if questions:
         figures |= answers(model, questions, config.dtype, world)

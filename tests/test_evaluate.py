@@ -191,8 +191,14 @@ def test_program(data_dir, tmp_path):
 
 def test_mistakes(data_dir, tmp_path, capsys):
     save_weights(tmp_path, GPT(TINY), None, "")  # of 97 tokens
+    short = tmp_path / "short"
+    short.mkdir()
+    save_weights(short, GPT(GPTConfig(50257, 16, 1, 1, 4)), None, "")
+    write_shard(short / "train.bin", np.arange(40))
+    write_shard(short / "val.bin", np.arange(16))
     for line, word in (
         ([tmp_path, "--data-dir", data_dir], "0 to 96"),
+        ([short, "--data-dir", short], "--seq-len 16"),
         ([tmp_path, "--data-dir", tmp_path / "none"], "--data-dir"),
         ([], "weights"),
     ):
