@@ -45,17 +45,16 @@ def validate(  # noqa: PLR0913
     num_sequences = num_val_sequences(config.eval_tokens, loader)
     # The ranks take turns, so any number of ranks covers the same tokens, in nearly equal shares.
     of_rank = range(world.rank, num_sequences, world.size)
-    starts = range(0, len(of_rank), loader.B)
+    batches = [of_rank[i : i + loader.B] for i in range(0, len(of_rank), loader.B)]
     # A forward pass without a backward one must be compiled apart, which takes 7 s on an H100: as
     # long as it saves in some 200 batches, or a few validations of 64. But it needs less memory.
-    is_short = len(starts) <= 64 and not config.recompute and not config.loss_chunk_tokens
+    is_short = len(batches) <= 64 and not config.recompute and not config.loss_chunk_tokens
     num_bytes = 0  # bytes of text in the targets
     loss_sum = torch.zeros(1, device=world.device)
     net.eval()
-    for start in starts:
+    for numbers in batches:
         if stop:
             break
-        numbers = of_rank[start : start + loader.B]
         batch = loader.batch(numbers)
         if tokenizer:
             num_bytes += tokenizer.lengths[batch[1]].sum()
