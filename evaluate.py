@@ -51,7 +51,6 @@ def validate(  # noqa: PLR0913
     is_short = len(batches) <= 64 and not config.recompute and not config.loss_chunk_tokens
     num_bytes = 0  # bytes of text in the targets
     loss_sum = torch.zeros(1, device=world.device)
-    net.eval()
     for numbers in batches:
         if stop:
             break
@@ -63,7 +62,6 @@ def validate(  # noqa: PLR0913
         with autocast(config.dtype, world.device):
             loss = forward(*to_device(batch, world.device))
         loss_sum += loss * len(numbers)
-    net.train()
     val_loss = world.sum(loss_sum).item() / num_sequences
     figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
     num_bytes = sum(world.gather(num_bytes))  # world.sum's float32 is exact only up to 2**24
@@ -104,10 +102,8 @@ def sample(
 
 def samples(model: GPT, tokenizer: Tokenizer, config: TrainConfig, stop: Stop) -> str:
     """Return all samples of an evaluation as one string. A signal to stop cuts them short."""
-    model.eval()
     numbers = range(config.num_samples)
     contents = [b"".join(sample(model, tokenizer, config, number, stop)) for number in numbers]
-    model.train()
     return "\n---\n".join(config.prompt + text.decode(errors="replace") for text in contents)
 
 
@@ -147,7 +143,6 @@ def answers(
     """Return how often the right choice has the highest log-probability: in total (acc), per
     character (acc_norm, like lm-evaluation-harness) or per token (acc_norm_tokens, like llm.c)."""
     right = np.zeros(3)
-    model.eval()
     for question in questions[world.rank :: world.size]:
         if stop:
             break
@@ -156,7 +151,6 @@ def answers(
         num_tokens = [len(choice) for choice in question.choices]
         scores = np.stack([losses, losses / question.num_chars, losses / num_tokens])
         right += scores.argmin(axis=1) == question.label
-    model.train()
     shares = np.sum(world.gather(right), axis=0) / len(questions)
     names = "hellaswag_acc", "hellaswag_acc_norm", "hellaswag_acc_norm_tokens"
     return dict(zip(names, shares.tolist(), strict=True))
@@ -187,7 +181,7 @@ def evaluate(typed: dict, world: World):
     saved = to_take(saved.get("flags", {}), device_name(world.device))  # none before 1.0
     config = resolve(typed, saved, weights, world)
     model = GPT(weights.shape, ComputeConfig(**config.fields_of(ComputeConfig))).to(world.device)
-    load_weights(model, weights.folder)
+    load_weights(model.eval(), weights.folder)
     data = world.together(open_folder, Path(config.data_dir))
     weights.check_tokens(data)
     tokenizer = find_tokenizer(data.folder, data.tokenizer)

@@ -418,6 +418,7 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
     and the resumed run repeats the evaluation."""
     config, world, model = run.config, run.world, run.model
     figures, text = dict[str, float](), ""
+    run.net.eval()
     if config.eval_tokens:
         what = run.val_loader, run.tokenizer, config, world
         figures = evaluate.validate(run.net, model, *what, stop)
@@ -426,6 +427,7 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
             figures |= evaluate.answers(model, run.questions, config.dtype, world, stop)
         if run.tokenizer and world.is_main:
             text = evaluate.samples(model, run.tokenizer, config, stop)
+    run.net.train()
     if any(world.gather(bool(stop))):
         return True
     if config.eval_tokens:
