@@ -22,7 +22,7 @@ from model import GPT, VARLEN_BACKENDS, ComputeConfig
 from support.checkpoint import find_weights, load_weights
 from support.cli import UserError, make_parser, parse, program, show
 from support.device import autocast, device_name, to_device
-from support.tokenizer import Tokenizer, find_tokenizer
+from support.tokenizer import Tokenizer, find_tokenizer, read_json
 from support.world import Stop, World, connected
 
 
@@ -176,10 +176,9 @@ def evaluate(typed: dict, world: World):
     """Print the figures of a run's newest checkpoint, or of other weights, as a line of text."""
     weights = find_weights(typed.pop("weights"))
     typed["compile"] = False  # an evaluation is too short for it to pay off
-    state = weights.folder / "state.json"  # if they are of a run: take its data and precision
-    saved = json.loads(state.read_bytes()) if state.exists() else {}
-    saved = to_take(saved.get("flags", {}), device_name(world.device))  # none before 1.0
-    config = resolve(typed, saved, weights, world)
+    # If they are of a run: take its data and precision. Before 1.0, none had its flags.
+    saved = read_json(weights.folder / "state.json").get("flags", {})
+    config = resolve(typed, to_take(saved, device_name(world.device)), weights, world)
     model = GPT(weights.shape, ComputeConfig(**config.fields_of(ComputeConfig))).to(world.device)
     load_weights(model.eval(), weights.folder)
     data = world.together(open_folder, Path(config.data_dir))
