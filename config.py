@@ -156,7 +156,9 @@ FIRST_RUN = {"batch_tokens": 65_536, "steps": 240}
 
 def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
     """Return the flags that were typed, by name, and the contents of the file of --config."""
-    parser = make_parser(TrainConfig, doc, RECIPES | {"--init-from": FINETUNE})
+    for name, recipe in RECIPES.items():
+        doc += f"\n--model {name}: {recipe}"
+    parser = make_parser(TrainConfig, doc)
     parser.add_argument("--config", help="a run's config.json: take its flags, where none is typed")
     typed = parse(parser, TrainConfig, argv)
     file = typed.pop("config", None)

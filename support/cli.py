@@ -92,11 +92,9 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-def make_parser(
-    kind: type, doc: str, recipes: dict[str, dict] | None = None, names: tuple[str, ...] = ()
-) -> Parser:
+def make_parser(kind: type, doc: str, names: tuple[str, ...] = ()) -> Parser:
     """Return a parser of all flags of a class, or those in names, whose result is what was typed.
-    --help has doc and the recipes' defaults."""
+    --help begins with doc."""
     parser = Parser(usage="%(prog)s [flags]", description=doc, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.argument_default = argparse.SUPPRESS
@@ -108,8 +106,7 @@ def make_parser(
             group = parser.add_argument_group(f.metadata["group"])
         text = f.metadata["text"]
         if "(default" not in text:
-            more = [f"; {name} {r[f.name]}" for name, r in (recipes or {}).items() if f.name in r]
-            text += f" (default: {f.default!r}{''.join(more)})"
+            text += f" (default: {f.default!r})"
         how: dict[str, Any] = {"type": f.type, "choices": f.metadata["choices"]}
         if f.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
