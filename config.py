@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dataloader import GPT2_TOKENS, MANIFEST
-from support.cli import UserError, check_values, flag, make_parser, parse, spell
+from support.cli import Parser, UserError, flag, spell
 
 # Layers and channels: Radford et al. 2019, table 2. Heads: OpenAI's released models. Learning rates
 # and batch sizes are those of GPT-3 models of similar size (Brown et al. 2020, table 2.1). Those of
@@ -107,8 +107,7 @@ class TrainConfig:
     loss_chunk_tokens: int = flag(0, "compute the loss N tokens at a time; 0: all")
 
     def __post_init__(self):
-        """Raise UserError if flags are out of range or contradict each other."""
-        check_values(TrainConfig, vars(self))
+        """Raise UserError if flags contradict each other."""
         if 0 < self.warmup_steps >= self.steps:
             raise UserError(
                 f"--warmup-steps {self.warmup_steps} must be below --steps {self.steps}"
@@ -155,29 +154,24 @@ FIRST_RUN = {"batch_tokens": 65_536, "steps": 240}
 
 
 def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
-    """Return the flags that were typed, by name, and the contents of the file of --config."""
+    """Return the flags that were typed, by name, and those in the file of --config."""
     for name, recipe in RECIPES.items():
         doc += f"\n--model {name}: {recipe}"
-    parser = make_parser(TrainConfig, doc)
+    parser = Parser(TrainConfig, doc)
     parser.add_argument("--config", help="a run's config.json: take its flags, where none is typed")
-    typed = parse(parser, TrainConfig, argv)
-    file = typed.pop("config", None)
-    saved = read_config(Path(file)) if file else {}
-    if file and typed.keys() & {"model", "resume", "auto_resume"}:
+    typed = parser.parse(argv)
+    if not (file := typed.pop("config", "")):
+        return typed, {}
+    if typed.keys() & {"model", "resume", "auto_resume"}:
         raise UserError("--config is for a new run of its model: leave out --model and --resume")
-    return typed, saved
-
-
-def read_config(path: Path) -> dict:
-    """Return the flags and the machine in a config.json."""
     try:
-        saved = json.loads(path.read_bytes())
-        check_values(TrainConfig, saved)
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a run's config.json: {error}") from error
-    if unknown := saved.keys() - DEFAULTS.keys() - {"machine"}:
-        raise UserError(f"{path} has {', '.join(sorted(unknown))}, which are not flags")
-    return saved
+        saved = json.loads(Path(file).read_bytes())
+        machine = saved.pop("machine", {})
+        # As words of a command line, they are checked as what is typed.
+        words = [f"--{name}={value}" for name, value in saved.items()]
+        return typed, parser.parse(words) | {"machine": machine}
+    except (OSError, ValueError, AttributeError, UserError) as error:
+        raise UserError(f"{file} is not a run's config.json: {error}") from error
 
 
 def to_save(config: TrainConfig, machine: dict) -> dict:

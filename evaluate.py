@@ -20,7 +20,7 @@ from config import TrainConfig, resolve, to_take
 from dataloader import ShardLoader, open_folder
 from model import GPT, VARLEN_BACKENDS, ComputeConfig
 from support.checkpoint import find_weights, load_weights
-from support.cli import UserError, make_parser, parse, program, show
+from support.cli import Parser, UserError, program, show
 from support.device import autocast, device_name, to_device
 from support.tokenizer import Tokenizer, find_tokenizer, read_json
 from support.world import Stop, World, connected
@@ -198,9 +198,9 @@ def evaluate(typed: dict, world: World):
 @program
 def main(argv: list[str]):
     names = "data_dir", "eval_tokens", "hellaswag", "device"
-    parser = make_parser(TrainConfig, __doc__ or "", names=names)
+    parser = Parser(TrainConfig, __doc__ or "", names)
     parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
-    typed = parse(parser, TrainConfig, argv)
+    typed = parser.parse(argv)
     with connected(typed.get("device", "")) as world:
         evaluate(typed, world)
 

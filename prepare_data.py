@@ -33,7 +33,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from dataloader import MAGIC, MANIFEST, TOKEN, VERSION
-from support.cli import RunError, UserError, flag, make_parser, parse, report
+from support.cli import Parser, RunError, UserError, flag, report
 from support.readers import PIECE, Reader, find_files
 from support.tokenizer import (
     Tokenizer,
@@ -379,12 +379,12 @@ def report_folder(folder: Path, manifest: dict):
 
 def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
     """Return the flags, --input and --val-input. Raise UserError if they can't be combined."""
-    parser = make_parser(PrepareConfig, __doc__ or "")
+    parser = Parser(PrepareConfig, __doc__ or "")
     text = "files, folders, 'patterns'; none: Python's source"
     parser.add_argument("--input", nargs="+", help=text)
     text = "those for validation, instead of a share of --input"
     parser.add_argument("--val-input", nargs="+", help=text)
-    typed = parse(parser, PrepareConfig, argv)
+    typed = parser.parse(argv)
     inputs, val_inputs = typed.pop("input", []), typed.pop("val_input", [])
     config = PrepareConfig(**typed)
     if "vocab_size" in typed and config.tokenizer != "bpe":

@@ -10,7 +10,7 @@ import sys
 from config import TrainConfig
 from evaluate import sample
 from support.checkpoint import load_model
-from support.cli import UserError, make_parser, parse, program, show
+from support.cli import Parser, UserError, program, show
 from support.world import find_world
 
 FLAGS = "prompt", "num_samples", "sample_tokens", "temperature", "top_k", "seed", "device"
@@ -18,9 +18,9 @@ FLAGS = "prompt", "num_samples", "sample_tokens", "temperature", "top_k", "seed"
 
 @program
 def main(argv: list[str]):
-    parser = make_parser(TrainConfig, __doc__ or "", names=FLAGS)
+    parser = Parser(TrainConfig, __doc__ or "", FLAGS)
     parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
-    typed = parse(parser, TrainConfig, argv)
+    typed = parser.parse(argv)
     name = typed.pop("weights")
     world = find_world(typed.get("device", ""))
     model, tokenizer = load_model(name)

@@ -26,9 +26,9 @@ class UserError(RunError):
 
 def flag(default: Any, text: str, **more: Any) -> Any:
     """Declare a dataclass field as a flag. A resumed run can't change one that is `fixed`. `min`
-    (0) and `max` (2**31 - 1) limit a number, `choices` text. `group` begins a group of --help."""
-    metadata = {"fixed": False, "choices": None} | more | {"text": text}
-    return field(default=default, metadata=metadata)
+    and `max` limit a number, `choices` text. `group` begins a group of --help."""
+    usual = {"fixed": False, "min": 0, "max": 2**31 - 1, "choices": None}
+    return field(default=default, metadata={"text": text} | usual | more)
 
 
 def spell(name: str, value: Any = True) -> str:
@@ -37,18 +37,6 @@ def spell(name: str, value: Any = True) -> str:
     if value is False:
         return f"--no-{name}"
     return f"--{name}" if value is True else f"--{name} {value}"
-
-
-def check_values(kind: type, values: dict[str, Any]):
-    """Raise UserError if a flag of the class `kind` has a wrong type, choice or range."""
-    for f in fields(kind):
-        value, choices = values.get(f.name, f.default), f.metadata["choices"]
-        is_of_type = isinstance(value, (int, type(f.default)))  # JSON may write 1.0 as 1
-        if not is_of_type or (choices and value not in choices):
-            raise UserError(f"{spell(f.name)} {value!r} is not one of its values; see --help")
-        low, high = f.metadata.get("min", 0), f.metadata.get("max", 2**31 - 1)
-        if f.type in (int, float) and not low <= value <= high:  # nan is in no range
-            raise UserError(f"{spell(f.name, value)} is not in the range from {low} to {high}")
 
 
 def report(error: Exception) -> int:
@@ -86,48 +74,46 @@ def show(text: str, end: str = "\n"):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError where argparse would print its usage and exit."""
+    """The command line of a dataclass. Raises UserError where argparse would end the program."""
+
+    def __init__(self, kind: type, doc: str, names: tuple[str, ...] = ()):
+        """Add the flags of a class, or those in names. --help begins with doc."""
+        super().__init__(usage="%(prog)s [flags]", description=doc, allow_abbrev=False)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.argument_default = argparse.SUPPRESS
+        self.flags = [f for f in fields(kind) if not names or f.name in names]
+        group: Any = self
+        for f in self.flags:
+            if "group" in f.metadata:
+                group = self.add_argument_group(f.metadata["group"])
+            text = f.metadata["text"]
+            if "(default" not in text:
+                text += f" (default: {f.default!r})"
+            how: dict = {"type": f.type, "choices": f.metadata["choices"]}
+            if f.type is bool:
+                how = {"action": argparse.BooleanOptionalAction}
+            group.add_argument(spell(f.name), help=text, **how)
 
     def error(self, message: str):  # type: ignore[override]  # argparse's never returns either
         raise UserError(f"{message}; see --help")
 
-
-def make_parser(kind: type, doc: str, names: tuple[str, ...] = ()) -> Parser:
-    """Return a parser of all flags of a class, or those in names, whose result is what was typed.
-    --help begins with doc."""
-    parser = Parser(usage="%(prog)s [flags]", description=doc, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.argument_default = argparse.SUPPRESS
-    group: Any = parser
-    for f in fields(kind):
-        if names and f.name not in names:
-            continue
-        if "group" in f.metadata:
-            group = parser.add_argument_group(f.metadata["group"])
-        text = f.metadata["text"]
-        if "(default" not in text:
-            text += f" (default: {f.default!r})"
-        how: dict[str, Any] = {"type": f.type, "choices": f.metadata["choices"]}
-        if f.type is bool:
-            how = {"action": argparse.BooleanOptionalAction}
-        group.add_argument(spell(f.name), help=text, **how)
-    return parser
-
-
-def parse(parser: Parser, kind: type, argv: list[str]) -> dict[str, Any]:
-    """Return the flags on a command line, by field name. Raise UserError if one is wrong."""
-    switches = [spell(f.name) for f in fields(kind) if f.type is bool]
-    words = []
-    for arg in argv:
-        if arg.encode(errors="replace").decode() != arg:  # log and checkpoints hold UTF-8
-            raise UserError(f"{arg!a} is not UTF-8 text")
-        name, equals, value = arg.partition("=")
-        if name.startswith("--"):  # nanoGPT's --batch_size and --compile=False work, too
-            name = name.replace("_", "-")
-            arg = name + equals + value
-        if name in switches and value in ("True", "False"):
-            arg = spell(name[2:], value == "True")
-        words.append(arg)
-    typed = vars(parser.parse_args(words))
-    check_values(kind, typed)
-    return typed
+    def parse(self, argv: list[str]) -> dict[str, Any]:
+        """Return what was typed, by field name. Raise UserError if a flag is wrong."""
+        switches = [spell(f.name) for f in self.flags if f.type is bool]
+        words = []
+        for arg in argv:
+            if arg.encode(errors="replace").decode() != arg:  # log and checkpoints hold UTF-8
+                raise UserError(f"{arg!a} is not UTF-8 text")
+            name, equals, value = arg.partition("=")
+            if name.startswith("--"):  # nanoGPT's --batch_size and --compile=False work, too
+                name = name.replace("_", "-")
+                arg = name + equals + value
+            if name in switches and value in ("True", "False"):
+                arg = spell(name[2:], value == "True")
+            words.append(arg)
+        typed = vars(self.parse_args(words))
+        for f in self.flags:
+            value, low, high = typed.get(f.name, f.default), f.metadata["min"], f.metadata["max"]
+            if f.type in (int, float) and not low <= value <= high:  # nan is in no range
+                raise UserError(f"{spell(f.name, value)} is not in the range from {low} to {high}")
+        return typed
