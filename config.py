@@ -5,6 +5,7 @@ Only functions import torch here, since --help should not take the two seconds o
 import json
 import subprocess
 import sys
+from collections import ChainMap
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -215,59 +216,55 @@ def resolve(  # noqa: C901  # one rule after the other
     is_small = shape["n_layer"] * shape["n_embd"] ** 2 < 1e6 if shape else not on_gpu
     model = given.get("model", "nano" if is_small else "gpt2")
     is_nano = model == "nano"
-    flags = DEFAULTS | {"model": model} | RECIPES[model]
-    flags |= {name: shape[name] for name in shape if name in flags} | given
+    chosen: dict = {"model": model}  # by the rules
+    flags = ChainMap(given, chosen, shape, RECIPES[model], DEFAULTS)  # the first that has a flag
     for name, value in shape.items():
         is_shorter = name == "seq_len" and flags[name] < value  # positions may go unused
-        if name not in ("vocab_size", "pad_vocab") and flags[name] != value and not is_shorter:
+        if flags[name] != value and name != "pad_vocab" and not is_shorter:
             has = f"{weights.folder} has {spell(name, value)}"
             raise UserError(f"{spell(name, flags[name])}: {has}")
 
-    def default(**values: Any):  # unless another value is given
-        flags.update({name: values[name] for name in values.keys() - given.keys()})
-
     if not on_gpu:  # on a CPU, device.choose decides about bf16 and flash
-        default(tf32=False, bf16=False, compile=False)
+        chosen.update(tf32=False, bf16=False, compile=False)
     elif torch.cuda.get_device_capability(world.device) < (8, 0):  # a T4 or V100: no bfloat16
-        default(tf32=False, bf16=False, fp16=True)
+        chosen.update(tf32=False, bf16=False, fp16=True)
     if is_nano or not find_spec("triton"):  # for nano, compiling takes longer than it saves
-        default(compile=False)
+        chosen["compile"] = False
     if flags["fp16"]:
-        default(bf16=False)
+        chosen["bf16"] = False
     if flags["init_from"] and is_nano:  # the weights may have more positions than its batch
-        default(**FINETUNE_NANO, batch_tokens=max(flags["batch_tokens"], flags["seq_len"]))
+        chosen.update(FINETUNE_NANO, batch_tokens=max(flags["batch_tokens"], flags["seq_len"]))
     elif flags["init_from"]:
-        default(**FINETUNE)
+        chosen.update(FINETUNE)
     elif not flags["data_dir"]:
-        default(prompt="def ", **({} if is_nano else FIRST_RUN))
-    flags["data_dir"] = flags["data_dir"] or python_source(weights)
+        chosen.update({} if is_nano else FIRST_RUN, prompt="def ")
+    if not flags["data_dir"]:  # Python's source as tokens of the weights, or of its own
+        tokenizer = weights.tokenizer.partition("-")[0] or "gpt2" if weights else "bpe"
+        chosen["data_dir"] = f"data/stdlib-{tokenizer}"
     # Muon's products take 300 * n_layer * n_embd**3 FLOPs a step, however many tokens it has: for
     # GPT-2 124M, half as many as those of 4,400 tokens.
     if not is_nano and flags["batch_tokens"] < 6 * flags["n_embd"]:
-        default(muon=False)
+        chosen["muon"] = False
     if flags["muon"]:  # then AdamW trains only embeddings and vectors: beta1 = 0.8 beat 0.9
-        default(beta1=0.8)
+        chosen["beta1"] = 0.8
     if flags["muon"] and not flags["init_from"]:
-        default(learning_rate=muon_learning_rate(flags["n_embd"]))
+        # Measured at widths 128 to 512 (benchmarks/README.md), which justifies two digits.
+        rate = 8e-3 * min(1, 128 / flags["n_embd"]) ** 0.8
+        chosen["learning_rate"] = float(f"{rate:.2g}")
     # A warm-up of 715 steps would fill most of a short run. The lecture warms up for a fifth of it.
-    default(warmup_steps=min(flags["warmup_steps"], flags["steps"] // 5))
+    chosen["warmup_steps"] = min(flags["warmup_steps"], flags["steps"] // 5)
     if not on_gpu and not is_nano:
         # With 124M, 8192 tokens take half a minute on a CPU, and all of them would take hours.
         size = flags["n_embd"] * (12 * flags["n_layer"] * flags["n_embd"] + GPT2_TOKENS)
-        default(eval_tokens=8192 * max(1, 124_000_000 // size))
+        chosen["eval_tokens"] = 8192 * max(1, 124_000_000 // size)
     # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
     if on_gpu and not is_nano and flags["bf16"] and not flags["init_from"]:
-        default(bf16_residual=True)
-    flags["micro_batch_size"] = typed.get("micro_batch_size") or first_micro_batch(flags, world)
-    config = TrainConfig(**flags)
+        chosen["bf16_residual"] = True
+    if not typed.get("micro_batch_size"):
+        flags["micro_batch_size"] = first_micro_batch(flags, world)
+    config = TrainConfig(**{name: flags[name] for name in DEFAULTS})
     config.num_micro_batches(world.size)  # raises if it is not whole
     return config
-
-
-def python_source(weights: Any) -> str:
-    """Return the folder for Python's source as tokens: those of existing weights, or its own."""
-    tokenizer = (weights.tokenizer.partition("-")[0] or "gpt2") if weights else "bpe"
-    return f"data/stdlib-{tokenizer}"
 
 
 def make_python_source(data_dir: Path):
@@ -281,12 +278,7 @@ def make_python_source(data_dir: Path):
             raise UserError(f"{data_dir} could not be made: name other data with --data-dir")
 
 
-def muon_learning_rate(n_embd: int) -> float:
-    """Return --muon's peak learning rate, measured at widths 128 to 512 (benchmarks/README.md)."""
-    return float(f"{8e-3 * min(1, 128 / n_embd) ** 0.8:.2g}")  # the measurements justify two digits
-
-
-def first_micro_batch(flags: dict, world: Any) -> int:
+def first_micro_batch(flags: ChainMap, world: Any) -> int:
     """Return the micro-batch size to try first: the saved one, or 64 sequences on a GPU, as in the
     lecture, or 4,096 tokens; at most that, since a step must be a whole number of passes."""
     default = 64 if world.device.type == "cuda" else max(1, 4096 // flags["seq_len"])

@@ -86,7 +86,7 @@ def test_mistakes(line, tmp_path, monkeypatch, capsys):
 
 def test_default_model(gpu):
     config = resolved()
-    recipe = RECIPES["nano"] | {"learning_rate": flags.muon_learning_rate(128)}
+    recipe = RECIPES["nano"] | {"learning_rate": 0.008}
     assert config == replace(config, **recipe, model="nano")
     assert not (config.tf32 or config.bf16 or config.compile or config.bf16_residual)
     config = resolved(on=gpu)
