@@ -37,9 +37,7 @@ class TrainConfig:
     """The flags of one run. The defaults suit GPT-2 124M, and RECIPES has those of other models.
     A resumed run can't change a flag that is `fixed`: it would become another run."""
 
-    model: str = flag(
-        "gpt2", "recipe (default: gpt2; nano without a GPU)", fixed=True, choices=RECIPES
-    )
+    model: str = flag("gpt2", "a recipe (default: by device)", fixed=True, choices=RECIPES)
     out_dir: str = flag("", "folder of the run (default: out/NNN, a new one)")
     resume: bool = flag(False, "continue the run in --out-dir")
     auto_resume: bool = flag(False, "continue the run in --out-dir, or begin it if there is none")
@@ -66,9 +64,7 @@ class TrainConfig:
     steps: int = flag(50, "steps (gpt2 without --data-dir: 240)", min=1, group="optimization")
     # 375 million tokens, as in GPT-3.
     warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
-    learning_rate: float = flag(
-        6e-4, "peak learning rate (with Muon, the default depends on --n-embd)"
-    )
+    learning_rate: float = flag(6e-4, "peak learning rate (Muon's default: by --n-embd)")
     schedule: str = flag("cosine", "learning rate after the warm-up", choices=SCHEDULES)
     decay_to: float = flag(0.1, "final rate of cosine and wsd, as a fraction of the peak", max=1)
     decay_share: float = flag(0.2, "wsd: the final decay, as a fraction of the steps", max=1)
@@ -82,9 +78,7 @@ class TrainConfig:
     hellaswag: str = flag("", "JSON-lines file of questions, like HellaSwag's or ARC's")
     wandb: bool = flag(False, "also log to Weights & Biases, or to trackio")
 
-    num_samples: int = flag(
-        1, "samples at each evaluation, or of each prompt; 0: none", group="samples"
-    )
+    num_samples: int = flag(1, "samples per evaluation, or per prompt; 0: none", group="samples")
     sample_tokens: int = flag(200, "maximum number of tokens per sample", min=1)
     prompt: str = flag("", "text to continue (default: none)")
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
@@ -132,12 +126,12 @@ class TrainConfig:
 
     def num_micro_batches(self, num_ranks: int) -> int:
         """Return each rank's number of passes per step. Raise UserError if it is not whole."""
-        tokens_per_pass = self.micro_batch_size * self.seq_len * num_ranks
-        if self.batch_tokens % tokens_per_pass:
-            text = f"--batch-tokens {self.batch_tokens} is not a multiple of {tokens_per_pass}"
-            text += f" = --micro-batch-size {self.micro_batch_size} * --seq-len {self.seq_len}"
-            raise UserError(f"{text} * {num_ranks} ranks")
-        return self.batch_tokens // tokens_per_pass
+        B, T = self.micro_batch_size, self.seq_len
+        per_pass = B * T * num_ranks
+        if self.batch_tokens % per_pass:
+            how = f"{per_pass} = --micro-batch-size {B} * --seq-len {T} * {num_ranks} ranks"
+            raise UserError(f"--batch-tokens {self.batch_tokens} is not a multiple of {how}")
+        return self.batch_tokens // per_pass
 
 
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
@@ -185,20 +179,20 @@ def to_take(saved: dict, device_name: str) -> dict:
     """Return the saved flags that a run takes over: on another device not the speed-ups, which are
     chosen anew."""
     has_moved = saved.get("machine", {}).get("device", device_name) != device_name
-    kept = DEFAULTS.keys() - {*OF_COMMAND, *(SPEED_UPS if has_moved else ())}
-    return {name: saved[name] for name in kept & saved.keys()}
+    left_out = ("machine", *OF_COMMAND, *(SPEED_UPS if has_moved else ()))
+    return {name: value for name, value in saved.items() if name not in left_out}
 
 
 def changes(saved: dict, now: dict) -> list[str]:
     """Return a line for each difference from a checkpoint with `saved`, or [] if that is empty."""
     if not saved:
         return []
-    before, after = DEFAULTS | saved | saved["machine"], now | now["machine"]
+    before = DEFAULTS | saved | saved["machine"]
     lines = []
-    for name in sorted(after.keys() & before.keys() - {"machine"}):
-        if after[name] != before[name]:
-            remark = "" if name in DEFAULTS.keys() - INEXACT else "; not bit for bit"
-            lines.append(f"changed: {name} {after[name]}, was {before[name]}{remark}")
+    for name, value in (now | now["machine"]).items():
+        if name != "machine" and value != before.get(name, value):
+            remark = "" if name in now and name not in INEXACT else "; not bit for bit"
+            lines.append(f"changed: {name} {value}, was {before[name]}{remark}")
     return lines
 
 
@@ -281,12 +275,10 @@ def make_python_source(data_dir: Path):
 def first_micro_batch(flags: ChainMap, world: Any) -> int:
     """Return the micro-batch size to try first: the saved one, or 64 sequences on a GPU, as in the
     lecture, or 4,096 tokens; at most that, since a step must be a whole number of passes."""
-    default = 64 if world.device.type == "cuda" else max(1, 4096 // flags["seq_len"])
-    num_sequences, rest = divmod(flags["batch_tokens"], flags["seq_len"] * world.size)
-    if rest or not num_sequences:
-        return 1  # it does not divide, either, as num_micro_batches will say
-    B = min(flags["micro_batch_size"] or default, num_sequences)
-    return next(size for size in range(B, 0, -1) if num_sequences % size == 0)
+    default = 64 if world.device.type == "cuda" else 4096 // flags["seq_len"]
+    sizes = range(flags["micro_batch_size"] or default, 0, -1)
+    tokens = flags["seq_len"] * world.size  # of a pass of one sequence on each rank
+    return next((B for B in sizes if flags["batch_tokens"] % (B * tokens) == 0), 1)
 
 
 def check_fixed(typed: dict, saved: dict):

@@ -235,11 +235,11 @@ def test_changes():
     del saved["dropout"]  # it is newer than the checkpoint
     now = flags.to_save(
         replace(before, dropout=0.1, steps=9, flash=False, micro_batch_size=1),
-        MACHINE | {"ranks": 2},
+        MACHINE | {"ranks": 2, "device": "another"},
     )
     lines = flags.changes(saved, now)
     told = {"steps": ("9", "7"), "flash": ("False", "True"), "ranks": ("2", "1")}
-    told |= {"micro_batch": ("1", "32"), "dropout": ("0.1", "0.0")}
+    told |= {"micro_batch": ("1", "32"), "dropout": ("0.1", "0.0"), "device": ("another", "card")}
     for name, values in told.items():
         (line,) = [line for line in lines if name in line.replace("-", "_")]
         assert all(value in line for value in values)
