@@ -113,8 +113,7 @@ def keep_freed_memory():
 def choose(config: TrainConfig, given: dict, world: World) -> tuple[TrainConfig, str]:
     """Return the config with those of --bf16 and --flash that are not given set to what is fastest
     on this CPU, and what was measured. The main rank measures alone: others would disturb it."""
-    is_fixed = config.fp16 or config.bf16_residual or "bf16" in given
-    dtypes = [config.bf16] if is_fixed else [False, True]
+    dtypes = [config.bf16] if config.fp16 or "bf16" in given else [False, True]
     kernels = [config.flash] if "flash" in given else [True, False]
     configs = [replace(config, bf16=bf16, flash=flash) for bf16 in dtypes for flash in kernels]
     if world.device.type != "cpu" or len(configs) == 1:
@@ -128,21 +127,21 @@ def race(configs: list[TrainConfig]) -> list[float]:
     """Return the ms of a block's two passes for each config, in half a second. bfloat16 cut nano's
     step from 95 to 46 ms on an AMD EPYC, and stretched it from 106 to 160 ms on an Intel Xeon that
     lists the same instructions."""
-    batch_tokens, T, C = configs[0].batch_tokens, configs[0].seq_len, configs[0].n_embd
-    num_tokens = min(batch_tokens, 4096, 2**27 // C**2)  # as some CPUs only emulate bfloat16
-    x = torch.randn(max(1, num_tokens // T), T, C, requires_grad=True)
     shape = GPTConfig(**configs[0].fields_of(GPTConfig))
     blocks = [Block(shape, ComputeConfig(**c.fields_of(ComputeConfig))) for c in configs]
+    T, C = shape.seq_len, shape.n_embd
+    num_tokens = min(configs[0].batch_tokens, 4096, 2**27 // C**2)  # some CPUs emulate bfloat16
+    x = torch.randn(max(1, num_tokens // T), T, C, requires_grad=True)
     times: list[list[float]] = [[] for _ in configs]
-    race_start = time.perf_counter()
+    end = time.perf_counter() + 0.5
     # At least two rounds, as the first includes planning. They take turns: others may disturb.
-    while len(times[0]) < 2 or time.perf_counter() < race_start + 0.5:
-        for i, block in enumerate(blocks):
+    while len(times[0]) < 2 or time.perf_counter() < end:
+        for config, block, ms in zip(configs, blocks, times, strict=True):
             started = time.perf_counter()
-            with autocast(configs[i].dtype, x.device):
+            with autocast(config.dtype, x.device):
                 y = block(x)
             y.sum().backward()
-            times[i].append(1000 * (time.perf_counter() - started))
+            ms.append(1000 * (time.perf_counter() - started))
     return [min(ms) for ms in times]
 
 
@@ -151,9 +150,7 @@ def fit(net: nn.Module, config: TrainConfig, world: World) -> TrainConfig:
     while not all(world.gather(try_pass(net, config, world))):
         B = config.micro_batch_size
         if B == 1:
-            raise UserError(
-                "not even one sequence fits in memory: add --recompute, or lower --seq-len"
-            )
+            raise UserError("one sequence needs more memory: add --recompute, or lower --seq-len")
         half = max(size for size in range(1, B) if B % size == 0)
         config = replace(config, micro_batch_size=half)
     return config
