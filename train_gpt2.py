@@ -64,7 +64,8 @@ def set_backends(config: TrainConfig, world: World):
     on_cpu = world.device.type == "cpu"
     device.set_determinism(config.deterministic or on_cpu)
     if config.compile:
-        device.tag_compiled_code(config.dtype)
+        # Up to 2.11, torch's cache of compiled code overlooks autocast's dtype (pytorch#181564).
+        torch.compiler.config.cache_key_tag = config.dtype
     if on_cpu and not config.recompute:  # which is for little memory: what is kept has gaps
         device.keep_freed_memory()
 

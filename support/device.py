@@ -92,15 +92,6 @@ def set_determinism(enabled: bool):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def tag_compiled_code(dtype: str):
-    """Tell torch's cache of compiled code what it overlooks, or a run may get code for another
-    precision: the allowed attention kernels and, up to 2.11, autocast's dtype (pytorch#181564)."""
-    cuda = torch.backends.cuda
-    kernels = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
-    kernels += [cuda.cudnn_sdp_enabled(), os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED")]
-    torch.compiler.config.cache_key_tag = f"{dtype} {kernels}"
-
-
 def keep_freed_memory():
     """Make glibc keep freed memory, as the system clears each new page. Without this, a step of
     nano took 1.55 times as long (two cores of an EPYC, bfloat16), and one of 124M 1.04 times."""

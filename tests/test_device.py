@@ -17,6 +17,7 @@ from support import device
 from support.cli import UserError
 from support.device import check_causality, choose, fit
 from support.world import World
+from train_gpt2 import set_backends
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
@@ -28,19 +29,14 @@ CONFIG = TrainConfig(
 # ---- This machine --------------------------------------------------------------------------------
 
 
-def test_tag_of_compiled_code(monkeypatch):
-    import torch.compiler.config as settings
-
-    monkeypatch.setattr(settings, "cache_key_tag", "")
+def test_compiled_code_of_another_precision(monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    monkeypatch.setattr(device, "set_determinism", lambda enabled: None)
     tags = set()
-    for dtype, name in (("float16", ""), ("bfloat16", ""), ("bfloat16", "1")):
-        monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", name)
-        device.tag_compiled_code(dtype)
-        tags.add(settings.cache_key_tag)
-    torch.backends.cuda.enable_flash_sdp(False)
-    device.tag_compiled_code("bfloat16")
-    torch.backends.cuda.enable_flash_sdp(True)
-    assert len({*tags, settings.cache_key_tag}) == 4
+    for changes in ({}, {"bf16": True}, {"fp16": True}):
+        set_backends(replace(CONFIG, compile=True, recompute=True, **changes), ALONE)
+        tags.add(torch.compiler.config.cache_key_tag)
+    assert len(tags) == 3
 
 
 # ---- What is fastest -----------------------------------------------------------------------------
