@@ -104,9 +104,7 @@ class TrainConfig:
     def __post_init__(self):
         """Raise UserError if flags contradict each other."""
         if 0 < self.warmup_steps >= self.steps:
-            raise UserError(
-                f"--warmup-steps {self.warmup_steps} must be below --steps {self.steps}"
-            )
+            raise UserError(f"--warmup-steps {self.warmup_steps} is not below --steps {self.steps}")
         if self.n_embd % self.n_head:
             raise UserError(f"--n-head {self.n_head} must divide --n-embd {self.n_embd}")
         if self.bf16 and self.fp16:
@@ -226,10 +224,8 @@ def resolve(  # noqa: C901  # one rule after the other
         chosen["compile"] = False
     if flags["fp16"]:
         chosen["bf16"] = False
-    if flags["init_from"] and is_nano:  # the weights may have more positions than its batch
-        chosen.update(FINETUNE_NANO, batch_tokens=max(flags["batch_tokens"], flags["seq_len"]))
-    elif flags["init_from"]:
-        chosen.update(FINETUNE)
+    if flags["init_from"]:
+        chosen.update(FINETUNE_NANO if is_nano else FINETUNE)
     elif not flags["data_dir"]:
         chosen.update({} if is_nano else FIRST_RUN, prompt="def ")
     if not flags["data_dir"]:  # Python's source as tokens of the weights, or of its own
