@@ -410,7 +410,9 @@ def log_step(run: Run, loss: float, grad_norm: float, seconds: float, is_printed
         tflops = tokens_per_s * run.model.flops_per_token() / run.world.size / 1e12
         record["mfu"] = tflops / peak
         text += f" | {record['mfu']:.0%} MFU"
-    run.log.step(record, text if is_printed else "")
+    run.log.record(**record)
+    if is_printed:
+        run.log.print(text)
 
 
 def evaluate_now(run: Run, stop: Stop) -> bool:

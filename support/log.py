@@ -17,42 +17,32 @@ LOG = "log.jsonl"
 
 
 class Log:
-    """Prints, and writes log.jsonl (one JSON record per line), on the main rank only."""
+    """Prints, moves the bar, and writes log.jsonl (one JSON record per line), on the main rank."""
 
     def __init__(self, out_dir: Path, flags: dict, step: int, is_main: bool):
         self.is_main, self.tracker = is_main, None
-        if not is_main:
-            return
-        if flags["wandb"]:
+        if is_main and flags["wandb"]:
             project = os.environ.get("WANDB_PROJECT", "train_gpt2")
-            library = find_tracker()
-            self.tracker = library.init(project=project, name=out_dir.name, config=flags)
-        self.file = open(out_dir / LOG, "ab+")
+            self.tracker = find_tracker().init(project=project, name=out_dir.name, config=flags)
+        self.file = open(out_dir / LOG if is_main else os.devnull, "ab+")
         self.file.seek(0)
         if self.file.read()[-1:] not in (b"", b"\n"):  # a kill has cut the last line
             self.file.write(b"\n")
         # disable=None: no bar unless stderr is a terminal
-        self.bar = tqdm(total=flags["steps"], initial=step, leave=False, disable=None)
+        disable = None if is_main else True
+        self.bar = tqdm(total=flags["steps"], initial=step, leave=False, disable=disable)
 
     def print(self, text: str):
         if self.is_main:
             show(text)
 
-    def step(self, record: dict, text: str):
-        """Record a step, move the bar, and print text if there is any."""
-        self.record(**record)
-        if self.is_main:
-            with suppress(OSError):  # the terminal may be closed
-                self.bar.update()
-        if text:
-            self.print(text)
-
     def record(self, **fields):
         """Append a record to log.jsonl, and send its numbers to Weights & Biases."""
-        if not self.is_main:
-            return
         self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
         self.file.flush()
+        if "loss" in fields:  # of a step
+            with suppress(OSError):  # the terminal may be closed
+                self.bar.update()
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         if self.tracker and "step" in fields and numbers:
             self.tracker.log(numbers, step=fields["step"])
@@ -61,8 +51,8 @@ class Log:
 def read_log(out_dir: Path) -> list[dict]:
     """Return the records of a run's log, without lines that a kill or a full disk has cut."""
     records = []
-    if (out_dir / LOG).exists():
-        for line in (out_dir / LOG).read_bytes().splitlines():
+    with suppress(FileNotFoundError), open(out_dir / LOG, "rb") as lines:
+        for line in lines:
             with suppress(ValueError):
                 records.append(json.loads(line))
     return records
