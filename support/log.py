@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from support.cli import UserError, show
@@ -67,22 +66,17 @@ def find_tracker() -> Any:
 
 
 def draw(out_dir: Path, title: str):
-    """Draw the losses in a run's log, if there are any, into loss.png, if matplotlib is here."""
-    records = read_log(out_dir)  # by step, what a resume has repeated counts once
-    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
-    val_losses = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
-    if not importlib.util.find_spec("matplotlib") or not losses:
+    """Draw the losses in a run's log into loss.png, if matplotlib is installed."""
+    if not importlib.util.find_spec("matplotlib"):
         return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.8), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="step", ylabel="loss (nats per token)")
-    steps, values = [*losses], [*losses.values()]
-    axes.plot(steps, values, ".", markersize=2, color="lightblue")
-    width = len(steps) // 50 + 1
-    means = np.convolve(values, np.ones(width) / width, "valid")
-    axes.plot(steps[width // 2 :][: len(means)], means, label=f"training, mean of {width} steps")
-    axes.plot([*val_losses], [*val_losses.values()], "o", label="validation")
+    records = read_log(out_dir)  # by step, what a resume has repeated counts once
+    for name, label, size in (("loss", "training", 2), ("val_loss", "validation", 6)):
+        by_step = {record["step"]: record[name] for record in records if name in record}
+        axes.plot([*by_step], [*by_step.values()], "o", markersize=size, label=label)
     axes.legend()
     figure.savefig(out_dir / "loss.tmp", format="png", dpi=200)
     os.replace(out_dir / "loss.tmp", out_dir / "loss.png")
