@@ -7,6 +7,10 @@ python train_gpt2.py --resume --out-dir out/mine
 import os
 import signal
 import sys
+from contextlib import suppress
+
+import config as flags
+from support.cli import RunError, UserError, report, spell
 
 if __name__ == "__main__":
     # Until the first step, Ctrl-C ends the process at once. Python's own handler would wait for the
@@ -17,13 +21,6 @@ if __name__ == "__main__":
     # rank's thread. torch reads this variable once, when it is imported.
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-from contextlib import suppress
-
-import config as flags
-from support.cli import RunError, UserError, report, spell
-
-if __name__ == "__main__":
     with suppress(UserError):  # main() reports it
         flags.read_flags(sys.argv[1:], __doc__)  # answers --help, before torch is imported
 
@@ -38,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import evaluate
 from config import TrainConfig
-from dataloader import GPT2_TOKENS, ShardError, ShardLoader, TokenFolder, open_folder
+from dataloader import GPT2_TOKENS, ShardError, ShardLoader, open_folder
 from model import GPT, ComputeConfig, GPTConfig
 from support import checkpoint, device
 from support.log import Log, draw, find_tracker
@@ -120,17 +117,15 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if step < config.warmup_steps:
         # step + 1, because a rate of 0 would waste the first step
         return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
+    longest = config.steps - config.warmup_steps
     if config.schedule == "cosine":
-        progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)  # 0 .. 1
+        progress = (step - config.warmup_steps) / longest  # 0 .. 1
         height = 0.5 * (1 + math.cos(math.pi * progress))  # 1 .. 0
     elif config.schedule == "wsd":
-        longest = config.steps - config.warmup_steps
         decay_steps = max(1, min(round(config.decay_share * config.steps), longest))
         height = min(1, (config.steps - step) / decay_steps)  # 1, then linearly down to 0
     else:
-        raise ValueError(f"--schedule {config.schedule} has no branch in learning_rate")
+        height = 1  # constant
     return config.learning_rate * (config.decay_to + (1 - config.decay_to) * height)
 
 
@@ -143,46 +138,70 @@ class Run:
     def __init__(self, typed: dict, saved: dict, world: World):
         """Get ready to train. `saved` are the flags in the file of --config. What may fail on a
         single rank is called by `together`, so that all ranks end."""
-        path = None
-        state: dict = {}  # that of the checkpoint to continue
-        out_dir = world.on_main(checkpoint.find_run, typed)  # None for a new run
-        if out_dir:
-            path, state = world.together(checkpoint.load_newest, out_dir)
-            saved = state["flags"]
-        taken = flags.to_take(saved, device.device_name(world.device))
-        config, weights, data = world.together(read_inputs, typed, taken, path, world)
-        world.check_same("the flags, data or checkpoint", (config, data.fingerprint, path))
-        if state and state["data"] != data.fingerprint:
-            raise UserError(f"--data-dir {data.folder} holds other tokens than the run began with")
-
-        config, figures = device.choose(config, taken | typed, world)
-        set_backends(config, world)
-        model = world.together(make_model, config, data, weights).to(world.device)
-        device.check_causality(model, config.dtype, world.device)
-        net, config = speed_up(model, config, world)
-        self.config, self.data, self.world = config, data, world
-        self.net = net  # what the training loop calls: model, wrapped in torch.compile and DDP
-        self.model = model  # the plain module
+        self.world = world
         self.machine = device.machine(world)  # what affects the bits besides the flags
-        # None if it is not on this machine.
-        self.tokenizer = world.together(find_tokenizer, data.folder, data.tokenizer)
-        what = config.hellaswag, self.tokenizer, model.config.vocab_size
-        self.questions = world.together(evaluate.open_questions, *what)
-        if not out_dir:
-            out_dir = world.on_main(checkpoint.make_folder, config.out_dir)
-        self.out_dir = out_dir
-        self.log = Log(out_dir, vars(config), state.get("step", 0), world.is_main)
-        B, T = config.micro_batch_size, config.seq_len
-        seed = config.seed if config.shuffle else None
-        self.loader = ShardLoader(data.train, B, T, world.rank, world.size, seed)
-        self.val_loader = ShardLoader(data.val, B, T)
-        self.optimizer = make_optimizer(model, config, world)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
         self.step = self.old_end = 0  # steps done, and --steps of the process before
         self.val_losses: dict[int, float] = {}  # by step
+        out_dir = world.on_main(checkpoint.find_run, typed)  # None for a new run
+        config, given, state = world.together(self.read, typed, saved, out_dir)
+        what = config, self.data.fingerprint, state.get("step")
+        world.check_same("the flags, data or checkpoint", what)
+
+        config, figures = device.choose(config, given, world)
+        set_backends(config, world)
+        # With the same seed, every rank draws the same initial weights.
+        model = GPT(self.shape, ComputeConfig(**config.fields_of(ComputeConfig)), config.seed)
+        if self.weights:
+            world.together(checkpoint.load_weights, model, self.weights.folder)
+        self.model = model.to(world.device)  # the plain module
+        device.check_causality(model, config.dtype, world.device)
+        # What the training loop calls: model, wrapped in torch.compile and DDP.
+        self.net, config = speed_up(model, config, world)
+        self.config = config
+        self.loader.B = self.val_loader.B = config.micro_batch_size
+        self.optimizer = make_optimizer(model, config, world)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.fp16)
         if state:
             self.restore(state)
-        record_start(self, saved if state else {}, figures)
+        else:
+            out_dir = world.on_main(checkpoint.make_folder, config.out_dir)
+        self.out_dir = out_dir
+        self.log = Log(out_dir, vars(config), self.step, world.is_main)
+        record_start(self, state.get("flags", {}), figures)
+
+    def read(self, typed: dict, saved: dict, out_dir: Path | None) -> tuple:
+        """Read all inputs. Return the config, the flags that are given, and the state of the run in
+        out_dir, if any. Raise UserError or ShardError if they don't fit together."""
+        world = self.world
+        state: dict = {}
+        source = (saved | typed).get("init_from")
+        if out_dir:
+            source, state = checkpoint.load_newest(out_dir)
+            saved = state["flags"]
+            flags.check_fixed(typed, saved)
+        taken = flags.to_take(saved, device.device_name(world.device))
+        self.weights = checkpoint.find_weights(str(source)) if source else None
+        config = flags.resolve(typed, taken, self.weights, world)
+        flags.make_python_source(Path(config.data_dir))
+        self.data = data = open_folder(Path(config.data_dir))
+        if state and state["data"] != data.fingerprint:
+            raise UserError(f"--data-dir {data.folder} holds other tokens than the run began with")
+        vocab_size = data.vocab_size
+        if self.weights:
+            self.weights.check_tokens(data)
+            vocab_size = self.weights.shape.vocab_size
+        elif config.model != "nano" and data.folder.name.startswith("stdlib-"):
+            vocab_size = GPT2_TOKENS  # to have GPT-2's size and speed
+        self.shape = GPTConfig(**{"vocab_size": vocab_size} | config.fields_of(GPTConfig))
+        seed = config.seed if config.shuffle else None
+        B, T = config.micro_batch_size, config.seq_len
+        self.loader = ShardLoader(data.train, B, T, world.rank, world.size, seed)
+        self.val_loader = ShardLoader(data.val, B, T)
+        self.tokenizer = find_tokenizer(data.folder, data.tokenizer)  # None if it is not here
+        self.questions = evaluate.open_questions(config.hellaswag, self.tokenizer, vocab_size)
+        if config.wandb:
+            find_tracker()  # raises if there is none
+        return config, taken | typed, state
 
     def state(self) -> dict:
         """Return all that a resume needs besides the weights: numbers, strings, lists and dicts,
@@ -205,41 +224,6 @@ class Run:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
-
-
-def read_inputs(
-    typed: dict, saved: dict, path: Path | None, world: World
-) -> tuple[TrainConfig, checkpoint.Weights | None, TokenFolder]:
-    """Return the flags, the weights to start from (those of the checkpoint at path, if any), and
-    the data. Raise UserError or ShardError if they don't fit together."""
-    init_from = (saved | typed).get("init_from")
-    weights = checkpoint.find_weights(init_from) if init_from and not path else None
-    config = flags.resolve(typed, saved, weights, world)
-    if path:
-        flags.check_fixed(typed, saved)
-        weights = checkpoint.read_shape(path)
-    flags.make_python_source(Path(config.data_dir))
-    data = open_folder(Path(config.data_dir))
-    if weights:
-        weights.check_tokens(data)
-    if config.wandb:
-        find_tracker()  # raises if there is none
-    for shards in (data.train, data.val):
-        ShardLoader(shards, 1, config.seq_len)  # raises if they are too short
-    return config, weights, data
-
-
-def make_model(config: TrainConfig, data: TokenFolder, weights: checkpoint.Weights | None) -> GPT:
-    """Return the network on the CPU, with random weights or those that the run starts from."""
-    vocab_size = weights.shape.vocab_size if weights else data.vocab_size
-    if not weights and config.model != "nano" and data.folder.name.startswith("stdlib-"):
-        vocab_size = GPT2_TOKENS  # to have GPT-2's size and speed
-    # With the same seed, every rank draws the same initial weights.
-    shape = GPTConfig(**{"vocab_size": vocab_size} | config.fields_of(GPTConfig))
-    model = GPT(shape, ComputeConfig(**config.fields_of(ComputeConfig)), config.seed)
-    if weights:
-        checkpoint.load_weights(model, weights.folder)
-    return model
 
 
 def record_start(run: Run, saved: dict, figures: str):
@@ -309,11 +293,10 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
     weight changes. With --fp16, if the gradient overflows, only skip the update."""
     config, world = run.config, run.world
     num_micro_batches = config.num_micro_batches(world.size)
-    if config.dropout:
-        # Reseed from (seed, step, rank), so that there is no generator state to save and restore.
-        torch.manual_seed(evaluate.random_seed(config.seed, run.step, world.rank))
+    # Dropout depends on (seed, step, rank), so there is no generator state to save and restore.
+    torch.manual_seed(evaluate.random_seed(config.seed, run.step, world.rank))
 
-    loss_of_rank = torch.zeros((), device=world.device)
+    votes = torch.zeros(3, device=world.device)  # loss, norm of the gradient, whether to stop
     for i in range(num_micro_batches):
         x, y = device.to_device(run.loader.next_batch(), world.device)
         # DDP averages the gradients during backward, but only the last micro-batch needs this. DDP
@@ -323,19 +306,17 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
                 # Divide, because backward adds up the gradients of all micro-batches.
                 loss = run.net(x, y) / num_micro_batches
             run.scaler.scale(loss).backward()
-        loss_of_rank += loss.detach()
+        votes[0].add_(loss.detach())
     run.loader.prefetch()  # while the GPU computes
 
     # With --fp16, the gradients are scaled up. Undo the scaling before taking their norm.
     run.scaler.unscale_(run.optimizer)
     # Log the norm even with --grad-clip 0: a jump in it often precedes divergence.
-    grad_norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
+    votes[1] = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
+    votes[2] = bool(stop)
 
     # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
-    # sum, so every rank sees them. Only tolist() makes a step wait for the device. torch.full fills
-    # the tensor on the device, whereas torch.tensor would wait for a copy from the CPU.
-    stop_vote = torch.full((), float(bool(stop)), device=world.device)
-    votes = torch.stack([loss_of_rank, grad_norm.float(), stop_vote])
+    # sum, so every rank sees them. Only tolist() makes a step wait for the device.
     loss_sum, norm_sum, num_stop_votes = world.sum(votes).tolist()
     mean_loss, mean_norm = loss_sum / world.size, norm_sum / world.size
 
