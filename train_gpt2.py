@@ -265,22 +265,19 @@ def record_start(run: Run, saved: dict, figures: str):
 
 def save(run: Run):
     """Compare the weights of all ranks, and write a checkpoint on the main rank."""
+    world = run.world
     # The averaged loss would not show that a rank's weights have drifted, say on a faulty GPU.
     # Integers sum without rounding, so that one different bit changes the sum.
     weights = [p.detach() for p in run.model.parameters()]
     bits = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in weights])
-    run.world.check_same("the weights", bits.tolist())
-    if not torch.stack([p.sum() for p in weights]).isfinite().all():
+    world.check_same("the weights", bits.tolist())
+    if not nn.utils.get_total_norm(weights).isfinite():
         raise RunError(f"after step {run.step} the weights are not finite: nothing was saved")
-    run.world.on_main(write_checkpoint, run)
-
-
-def write_checkpoint(run: Run):
-    started = time.perf_counter()
     # A background thread would have to copy everything first, to gain 2 s per 250 steps.
-    checkpoint.save(run.out_dir, run.model, run.state(), run.tokenizer, run.data.tokenizer)
-    checkpoint.rotate(run.out_dir, run.step, run.config.keep, run.val_losses)
-    run.log.record(saved=run.step, save_s=time.perf_counter() - started)
+    what = run.model, run.state(), run.tokenizer, run.data.tokenizer
+    world.on_main(checkpoint.save, run.out_dir, *what)
+    world.on_main(checkpoint.rotate, run.out_dir, run.step, run.config.keep, run.val_losses)
+    run.log.record(saved=run.step)
 
 
 # ---- The training --------------------------------------------------------------------------------
