@@ -103,9 +103,9 @@ def make_optimizer(model: GPT, config: TrainConfig, world: World) -> torch.optim
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    betas = (config.beta1, 0.95)
-    # Speed-up 6. With None instead of False, torch picks the fastest unfused implementation.
-    options: dict = {"lr": config.learning_rate, "betas": betas, "fused": config.fused or None}
+    # Speed-up 6. With None instead of False, torch picks the fastest unfused implementation. Each
+    # step sets the rate.
+    options: dict = {"betas": (config.beta1, 0.95), "fused": config.fused or None}
     if config.muon:
         return MuonAdamW(groups, model.matrices(), config.bf16, world, **options)
     return torch.optim.AdamW(groups, **options)
@@ -314,8 +314,7 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
 
     # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
     # sum, so every rank sees them. Only tolist() makes a step wait for the device.
-    loss_sum, norm_sum, num_stop_votes = world.sum(votes).tolist()
-    mean_loss, mean_norm = loss_sum / world.size, norm_sum / world.size
+    mean_loss, mean_norm, stop_share = (vote / world.size for vote in world.sum(votes).tolist())
 
     # With --fp16 an overflow is normal: there is no update, and the scaler halves its scale.
     may_overflow = config.fp16 and run.scaler.get_scale() > 1
@@ -332,7 +331,7 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)  # frees them; the next pass writes instead of adding
     run.step += 1
-    return mean_loss, mean_norm, num_stop_votes > 0
+    return mean_loss, mean_norm, stop_share > 0
 
 
 def train(run: Run) -> int:

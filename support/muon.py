@@ -55,11 +55,11 @@ class MuonAdamW(torch.optim.AdamW):
         torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
         torch._foreach_lerp_(grads, momenta, MOMENTUM)  # Nesterov's momentum
         updates = self.orthogonal(grads)  # (n, rows, columns)
-        norms = torch.linalg.vector_norm(updates, dim=2, keepdim=True, dtype=torch.float32)
+        norms = updates.norm(dim=2, keepdim=True, dtype=torch.float32)
         moments = torch.stack(row_moments).lerp_(norms.square() / updates.shape[2], 1 - ROW_BETA)
         torch._foreach_copy_(row_moments, list(moments))
         # Scale the rows first, then each whole matrix to the target size, in one factor per row.
-        scales = moments.sqrt().clamp(min=1e-10).reciprocal()  # (n, rows, 1)
+        scales = 1 / moments.sqrt().clamp(min=1e-10)  # (n, rows, 1)
         sizes = (norms * scales).norm(dim=1, keepdim=True).clamp(min=1e-10)  # (n, 1, 1)
         scales *= group["lr"] * RMS * math.sqrt(updates[0].numel()) / sizes
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
