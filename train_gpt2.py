@@ -419,7 +419,7 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
         run.log.record(step=run.step, sample=text)
         run.log.print(f"sample after step {run.step}:\n{text}")
     if world.is_main:
-        draw(run.out_dir, f"{config.model}, {config.steps:,} x {config.batch_tokens:,} tokens")
+        draw(run.out_dir)
     return False
 
 

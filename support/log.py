@@ -65,14 +65,14 @@ def find_tracker() -> Any:
     raise UserError("--wandb needs Weights & Biases: pip install wandb, or pip install trackio")
 
 
-def draw(out_dir: Path, title: str):
+def draw(out_dir: Path):
     """Draw the losses in a run's log into loss.png, if matplotlib is installed."""
     if not importlib.util.find_spec("matplotlib"):
         return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.8), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="step", ylabel="loss (nats per token)")
+    axes = figure.add_subplot(title=out_dir, xlabel="step", ylabel="loss (nats per token)")
     records = read_log(out_dir)  # by step, what a resume has repeated counts once
     for name, label, size in (("loss", "training", 2), ("val_loss", "validation", 6)):
         by_step = {record["step"]: record[name] for record in records if name in record}

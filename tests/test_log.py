@@ -87,7 +87,7 @@ def test_picture(tmp_path):
     many = "".join(step(n, loss=5.0 - n / 999) for n in range(1, 999))
     for text in (validated, step(1, loss=5.0), many + validated):
         (tmp_path / LOG).write_text(text)
-        draw(tmp_path, "a run")
+        draw(tmp_path)
         assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "loss.png").unlink()
         assert not (tmp_path / "loss.tmp").exists()
