@@ -231,8 +231,6 @@ def record_start(run: Run, saved: dict, figures: str):
     measured for it, and what has changed since the checkpoint whose flags are `saved`."""
     config, machine, loader, size = run.config, run.machine, run.loader, run.world.size
     now = flags.to_save(config, machine)
-    names = {"data": run.data.fingerprint, "tokenizer": run.data.tokenizer}
-    run.log.record(flags=now, **names, resumed=run.step, process=os.getpid())
     if run.world.is_main:
         (run.out_dir / "config.tmp").write_bytes(checkpoint.as_json(now))
         os.replace(run.out_dir / "config.tmp", run.out_dir / "config.json")
@@ -260,7 +258,8 @@ def record_start(run: Run, saved: dict, figures: str):
         lines.append(f"{num_epochs:.0f} epochs may be too many: watch the validation loss")
     if not run.tokenizer:
         lines.append(f"{run.data.tokenizer}'s vocabulary is not here: no samples, no bits per byte")
-    run.log.print("\n".join(lines))
+    names = {"data": run.data.fingerprint, "tokenizer": run.data.tokenizer}
+    run.log.record("\n".join(lines), flags=now, **names, resumed=run.step, process=os.getpid())
 
 
 def save(run: Run):
@@ -329,7 +328,7 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
             group["lr"] = learning_rate(run.step, config)
         run.scaler.step(run.optimizer)
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)  # frees them; the next pass writes instead of adding
+    run.optimizer.zero_grad()  # frees them; the next pass writes instead of adding
     run.step += 1
     return mean_loss, mean_norm, stop_share > 0
 
@@ -360,16 +359,14 @@ def train(run: Run) -> int:
             save(run)
         if is_due(config.eval_every) and not must_stop:
             must_stop = evaluate_now(run, stop)
-    if must_stop and not run.step:
-        run.log.print("stopped before the first step: there is nothing to save")
+    if not must_stop:
+        run.log.record(f"done: {run.step:,} steps; python sample.py {run.out_dir}", done=run.step)
+        return DONE
+    if not run.step:
+        run.log.record("stopped before the first step: there is nothing to save", interrupted=0)
         return INTERRUPTED
-    if must_stop:
-        run.log.print(f"stopped after step {run.step}, which is saved: --resume continues")
-        run.log.record(stopped=run.step)
-        return STOPPED
-    run.log.print(f"done: {run.step:,} steps; python sample.py {run.out_dir}")
-    run.log.record(done=run.step)
-    return DONE
+    run.log.record(f"stopped: step {run.step} is saved; --resume continues", stopped=run.step)
+    return STOPPED
 
 
 def log_step(run: Run, loss: float, grad_norm: float, seconds: float, is_printed: bool):
@@ -378,8 +375,6 @@ def log_step(run: Run, loss: float, grad_norm: float, seconds: float, is_printed
     text = f"step {run.step}/{run.config.steps} | loss {loss:.4f} | lr {rate:.2e} |"
     text += f" norm {grad_norm:.3f} | {1000 * seconds:.0f} ms | {tokens_per_s:,.0f} tokens/s"
     record: dict = {"step": run.step, "loss": loss, "learning_rate": rate}
-    # None if the gradient overflowed float16, because JSON has no inf.
-    record["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None
     record |= {"ms": 1000 * seconds, "tokens_per_s": tokens_per_s}
     if run.world.device.type == "cuda":
         record["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
@@ -387,9 +382,9 @@ def log_step(run: Run, loss: float, grad_norm: float, seconds: float, is_printed
         tflops = tokens_per_s * run.model.flops_per_token() / run.world.size / 1e12
         record["mfu"] = tflops / peak
         text += f" | {record['mfu']:.0%} MFU"
-    run.log.record(**record)
-    if is_printed:
-        run.log.print(text)
+    # None if the gradient overflowed float16, because JSON has no inf.
+    record["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None
+    run.log.record(text if is_printed else "", **record)
 
 
 def evaluate_now(run: Run, stop: Stop) -> bool:
@@ -412,12 +407,11 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
         return True
     if config.eval_tokens:
         run.val_losses[run.step] = figures["val_loss"]
+    after = f"after step {run.step}:"
     if figures:
-        run.log.record(step=run.step, **figures)
-        run.log.print(f"after step {run.step}: {evaluate.format_metrics(figures)}")
+        run.log.record(f"{after} {evaluate.format_metrics(figures)}", step=run.step, **figures)
     if text:
-        run.log.record(step=run.step, sample=text)
-        run.log.print(f"sample after step {run.step}:\n{text}")
+        run.log.record(f"sample {after}\n{text}", step=run.step, sample=text)
     if world.is_main:
         draw(run.out_dir)
     return False

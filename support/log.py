@@ -31,17 +31,16 @@ class Log:
         disable = None if is_main else True
         self.bar = tqdm(total=flags["steps"], initial=step, leave=False, disable=disable)
 
-    def print(self, text: str):
-        if self.is_main:
-            show(text)
-
-    def record(self, **fields):
-        """Append a record to log.jsonl, and send its numbers to Weights & Biases."""
+    def record(self, text: str = "", **fields):
+        """Append a record to log.jsonl, print text if there is any, and send the record's numbers
+        to Weights & Biases."""
         self.file.write(json.dumps({"time": time.time()} | fields).encode() + b"\n")
         self.file.flush()
         if "loss" in fields:  # of a step
             with suppress(OSError):  # the terminal may be closed
                 self.bar.update()
+        if text and self.is_main:
+            show(text)
         numbers = {name: value for name, value in fields.items() if isinstance(value, float)}
         if self.tracker and "step" in fields and numbers:
             self.tracker.log(numbers, step=fields["step"])
