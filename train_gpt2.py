@@ -192,7 +192,7 @@ class Run:
             vocab_size = self.weights.shape.vocab_size
         elif config.model != "nano" and data.folder.name.startswith("stdlib-"):
             vocab_size = GPT2_TOKENS  # to have GPT-2's size and speed
-        self.shape = GPTConfig(**{"vocab_size": vocab_size} | config.fields_of(GPTConfig))
+        self.shape = GPTConfig(vocab_size, **config.fields_of(GPTConfig))
         seed = config.seed if config.shuffle else None
         B, T = config.micro_batch_size, config.seq_len
         self.loader = ShardLoader(data.train, B, T, world.rank, world.size, seed)
