@@ -6,7 +6,6 @@ import bz2
 import codecs
 import csv
 import glob
-import gzip
 import io
 import json
 import lzma
@@ -14,9 +13,11 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache, partial
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
 from support.cli import UserError
 
@@ -26,7 +27,8 @@ PIECE = 1 << 16  # characters of a long text to yield at a time, where it has wh
 LONGEST_PIECE = 1 << 20
 # GPT-2's pattern begins a token at white space that follows a visible character.
 BOUNDARY = re.compile(r"[ \t\r\n](?<=\S\s)")  # with the lookbehind first, it is slow
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+PACKED: dict[str, Any] = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor, ".zst": None}
+PACKED[".gz"] = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)  # with gzip's header
 MARKUP = (".html", ".htm", ".xml", ".ipynb", ".mbox", ".eml", ".rtf", ".srt", ".vtt")
 # Python's codecs remove these marks. UTF-16's begins one of UTF-32's.
 MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
@@ -69,10 +71,11 @@ class Reader:
 
     def __init__(self, files: list[str], text_field: str, encoding: str):
         self.files = files
-        # The first of these fields that a record has holds its text.
-        self.fields = [text_field, *(("messages", "conversations") if text_field == "text" else ())]
+        self.fields = [text_field]  # the first of these that a record has holds its text
+        if text_field == "text":
+            self.fields += ["messages", "conversations"]
         self.encoding = encoding  # of all files; "": find each one's
-        self.examined: dict[str, tuple[str, str]] = {}  # by file: encoding, or why to skip it
+        self.examine = cache(examine)
 
     def pieces(self) -> Iterator[tuple[bool, str]]:
         """Yield the text of all documents in pieces, and whether a document begins there. Raise
@@ -82,14 +85,19 @@ class Reader:
         for path in self.files:
             self.counts["files"] += 1
             try:
-                yield from self.pieces_of(path)
+                for place, text in self.documents(path):
+                    for number, piece in enumerate(pieces(text)):
+                        # JSON may hold half a surrogate pair, which is no text.
+                        piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                        if "\ufffd" in piece:
+                            self.note(REPLACED, f"{path}, {place}")
+                        yield number == 0, piece
             except (OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError) as error:
                 raise UserError(f"--input {path} can't be read: {error}") from error
 
-    def pieces_of(self, path: str) -> Iterator[tuple[bool, str]]:
-        if path not in self.examined:
-            self.examined[path] = examine(path, self.encoding)
-        encoding, reason = self.examined[path]
+    def documents(self, path: str) -> Iterator[tuple[str, str | io.TextIOBase]]:
+        """Yield a file's texts and their places."""
+        encoding, reason = self.examine(path, self.encoding)
         if reason:
             self.note(f"file skipped, {reason}", path)
             return
@@ -103,18 +111,9 @@ class Reader:
             if isinstance(text, Bad):
                 has = f", whose fields are {', '.join(record)}" if isinstance(record, dict) else ""
                 self.note(f"record skipped, {text}", f"{path}, {place}{has}")
-                continue
-            self.counts["documents"] += 1
-            is_short = isinstance(text, str) and len(text) <= LONGEST_PIECE
-            parts: Iterable[Any] = (text,) if is_short else pieces(text)  # faster for table rows
-            for i, piece in enumerate(parts):
-                try:
-                    piece.encode()
-                except UnicodeEncodeError:  # JSON may hold half a surrogate pair, which is no text
-                    piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                if "\ufffd" in piece:
-                    self.note(REPLACED, f"{path}, {place}")
-                yield i == 0, piece
+            else:
+                self.counts["documents"] += 1
+                yield place, text
 
     def note(self, what: str, place: str):
         self.counts[what] += 1
@@ -130,14 +129,13 @@ class Reader:
 
 def pieces(text: str | io.TextIOBase) -> Iterator[str]:
     """Yield a text in pieces that can be tokenized apart, to take little memory. No token spans a
-    cut, unless a million characters have no white space."""
-    blocks: Iterator[str]
-    if isinstance(text, str):
-        blocks = (text[i : i + BLOCK] for i in range(0, len(text), BLOCK))
-    else:
-        blocks = iter(lambda: text.read(BLOCK), "")
+    cut, unless a million characters have no white space. A record is cut only if it is longer."""
+    if isinstance(text, str) and len(text) <= LONGEST_PIECE:
+        yield text
+        return
+    stream = io.StringIO(text, newline="") if isinstance(text, str) else text
     rest, begin = "", PIECE  # and where in it to look for a place to cut
-    for block in blocks:
+    while block := stream.read(BLOCK):
         rest += block
         while len(rest) > begin:
             found = BOUNDARY.search(rest, begin, LONGEST_PIECE)
@@ -160,51 +158,47 @@ def kind_of(path: str) -> str:
     return os.path.splitext(name)[1] if suffix in PACKED else suffix
 
 
-def opened(path: str) -> BinaryIO:
+def opened(path: str) -> Any:
     """Open a file, which is unpacked if its name says that it is packed."""
     suffix = os.path.splitext(path.lower())[1]
-    if suffix == ".gz":
-        return gzip.open(path)  # type: ignore[return-value]
     if suffix == ".zst":
         import pyarrow
 
         return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
-    if suffix in (".bz2", ".xz"):
-        return io.BufferedReader(Unpacked(path))  # type: ignore[arg-type]
+    if suffix in PACKED:
+        return Unpacked(path, PACKED[suffix])
     return open(path, "rb")
 
 
-class Unpacked(io.RawIOBase):
-    """The content of a .bz2 or .xz file: streams, with nothing but zeros after them. Python's own
-    classes end without an error at whatever follows a stream."""
+class Unpacked(io.BufferedIOBase):
+    """The content of a packed file: streams, with nothing but zeros after them. Python's own
+    classes for .bz2 and .xz end without an error at whatever follows a stream."""
 
-    def __init__(self, path: str):
-        self.blocks = self.unpack(path)
+    def __init__(self, path: str, new_stream: Callable):
+        self.blocks = self.unpack(path, new_stream)
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
-        block = next(self.blocks, b"")
-        buffer[: len(block)] = block
-        return len(block)
+    def read1(self, size: int = -1) -> bytes:
+        """Return the next block, whose size is another: TextIOWrapper takes any."""
+        return next(self.blocks, b"")
 
-    def unpack(self, path: str) -> Iterator[bytes]:
-        """Yield what a file holds, in blocks that fit a BufferedReader's buffer."""
+    def unpack(self, path: str, new_stream: Callable) -> Iterator[bytes]:
+        stream: Any = None
         with open(path, "rb") as file:
-            data = file.read(BLOCK)
-            while data:
-                is_bz2 = path.lower().endswith(".bz2")
-                stream: Any = bz2.BZ2Decompressor() if is_bz2 else lzma.LZMADecompressor()
-                while not stream.eof:
-                    if block := stream.decompress(data, io.DEFAULT_BUFFER_SIZE):
+            while data := file.read(4096):  # which may hold a thousand times as much
+                if not stream:
+                    data = data.lstrip(b"\0")
+                while data:
+                    stream = stream or new_stream()
+                    if block := stream.decompress(data):
                         yield block
-                    data = file.read(BLOCK) if stream.needs_input else b""
-                    if stream.needs_input and not data:
-                        raise EOFError("its end is missing")
-                data = stream.unused_data.lstrip(b"\0")
-                while not data and (block := file.read(BLOCK)):
-                    data = block.lstrip(b"\0")
+                    data = b""
+                    if stream.eof:
+                        stream, data = None, stream.unused_data.lstrip(b"\0")
+        if stream:
+            raise EOFError("its end is missing")
 
 
 def examine(path: str, encoding: str) -> tuple[str, str]:
@@ -214,7 +208,7 @@ def examine(path: str, encoding: str) -> tuple[str, str]:
     if kind_of(path) == ".parquet":
         return "utf-8", ""
     with opened(path) as file:
-        head = file.read(BLOCK)
+        head = file.read1(BLOCK)
         what = next((what for start, what in NO_TEXT.items() if head.startswith(start)), "")
         if what or not head or head in MARKS:
             return "", what or "empty"
@@ -224,17 +218,17 @@ def examine(path: str, encoding: str) -> tuple[str, str]:
         return found or likely_encoding(head, file), ""
 
 
-def likely_encoding(block: bytes, file: BinaryIO) -> str:
+def likely_encoding(block: bytes, file: Any) -> str:
     """Return UTF-8 for a text, which begins with block, whose first lines that are not ASCII are
     UTF-8 or mostly so; else what chardet says of them."""
     sample = b""
     while block and len(sample) < SAMPLE:
         if not block.isascii():
             sample += b"".join(x for x in block.splitlines(keepends=True) if not x.isascii())
-        block = file.read(BLOCK)
+        block = file.read1(BLOCK)
+    num_wrong = len(sample) - len(sample.decode("utf-8", "ignore").encode())
     num_bytes = sum(byte > 0x7F for byte in sample)
-    num_utf8 = sum(byte > 0x7F for byte in sample.decode("utf-8", "ignore").encode())
-    if 2 * num_utf8 >= num_bytes:  # or there are none
+    if 2 * num_wrong <= num_bytes:  # or there are none
         return "utf-8"
     if num_bytes < 10:
         return "cp1252"  # too few to tell
@@ -267,13 +261,14 @@ def text_of(record: Any, fields: list[str]) -> str | io.TextIOBase:
     """Return the text of a record, which may be a chat: a list of messages."""
     value = record
     if isinstance(record, dict):
-        name = next(filter(record.__contains__, fields), None)
-        value = record.get(name)
-    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
-        messages = [(m.get("role", m.get("from")), m.get("content", m.get("value"))) for m in value]
-        if all(isinstance(part, str) for message in messages for part in message):
-            value = "\n\n".join(map(": ".join, messages))
-    if (isinstance(value, str) and value) or isinstance(value, io.TextIOBase):
+        value = next((record[name] for name in fields if name in record), None)
+    if isinstance(value, list):
+        with suppress(AttributeError, TypeError):  # it is no chat
+            value = "\n\n".join(
+                m.get("role", m.get("from")) + ": " + m.get("content", m.get("value"))
+                for m in value
+            )
+    if value and isinstance(value, (str, io.TextIOBase)):
         return value
     return Bad(f"no text in the field {fields[0]}")
 
@@ -295,23 +290,21 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
     return record
 
 
-def json_lines(lines: Iterable[str], fields: list[str], first: int = 1) -> Iterator:
-    return ((f"line {n}", parsed(x, fields)) for n, x in enumerate(lines, first) if not x.isspace())
+def json_lines(lines: Iterable[str], fields: list[str]) -> Iterator[tuple[str, Any]]:
+    return ((f"line {n}", parsed(x, fields)) for n, x in enumerate(lines, 1) if not x.isspace())
 
 
 def json_values(stream: io.TextIOWrapper, fields: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the objects in lines, the elements of an array, or an object. An array is in memory."""
-    text = stream.readline()
-    value = parsed(text, fields)
-    if isinstance(value, dict):
-        return chain([("line 1", value)], json_lines(stream, fields, 2))
-    if rest := stream.read():
-        text += rest
-        value = parsed(text, fields)
-    if isinstance(value, Bad):
-        return json_lines(io.StringIO(text), fields)
-    values = value if isinstance(value, list) else [value]
-    return ((f"element {number}", element) for number, element in enumerate(values, 1))
+    first = stream.readline()
+    lines: Iterable[str] = chain([first], stream)
+    if not isinstance(parsed(first, fields), dict):
+        lines = [*lines]
+        value = parsed("".join(lines), fields)
+        if not isinstance(value, Bad):
+            values = value if isinstance(value, list) else [value]
+            return ((f"element {number}", element) for number, element in enumerate(values, 1))
+    return json_lines(lines, fields)
 
 
 def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
@@ -323,28 +316,24 @@ def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterat
     # Without strict, "Hello," he said would lose its quotes.
     reader = csv.reader(chain([line], stream), delimiter=delimiter, strict=True)
     header = next(reader)
-    columns = [i for name in fields for i, cell in enumerate(header) if cell == name]
     if any(header.count(name) > 1 for name in fields):
         raise ValueError(f"two of its columns have the name {fields[0]}")
-    row: list[str] | None = header
-    while row is not None:
-        place = f"line {reader.line_num + 1}"
+    while True:
         try:
-            row = next(reader, None)
+            for row in filter(None, reader):  # an empty line is no record
+                yield f"line {reader.line_num}", dict(zip(header, row, strict=True))
+            return
         except csv.Error:
-            yield place, Bad("no valid row of a table")
-            continue
-        if row and len(row) != len(header):
-            yield place, Bad("it has not as many cells as the header")
-        elif row:  # an empty line is no record
-            yield place, row[columns[0]] if columns else dict.fromkeys(header)
+            yield f"line {reader.line_num}", Bad("no valid row of a table")
+        except ValueError:
+            yield f"line {reader.line_num}", Bad("it has not as many cells as the header")
 
 
 def parquet_rows(path: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
-    columns = [name for name in fields if name in file.schema_arrow.names][:1]
+    columns = [name for name in fields if name in file.schema_arrow.names][:1] or None
     batches = file.iter_batches(64, columns=columns)
-    rows = chain.from_iterable(b.to_pylist() if columns else [{}] * b.num_rows for b in batches)
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
     return ((f"row {number}", record) for number, record in enumerate(rows, 1))

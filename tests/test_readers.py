@@ -168,8 +168,8 @@ def test_packed_files(tmp_path, suffix):
     content = pack(one) + pack(two)
     assert of(tmp_path, f"a.txt{suffix}", content) == ([(one + two).decode()], "")
     assert of(tmp_path, f"a.txt{suffix}", content + bytes(8))[0] == [(one + two).decode()]
-    if suffix != ".gz":
-        between = pack(one) + bytes(4) + pack(two)
+    for zeros in (4, 9000):
+        between = pack(one) + bytes(zeros) + pack(two)
         assert of(tmp_path, f"a.txt{suffix}", between)[0] == [(one + two).decode()]
     flipped = bytearray(content)
     flipped[len(pack(one)) + 1] ^= 1  # in the second header
