@@ -9,6 +9,7 @@ skipped or assumed is said at the end. The folder appears when it is complete; w
 begins anew.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -22,8 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,9 +47,8 @@ from support.tokenizer import (
 # 0.15% fewer tokens of held-out Python (3 seeds).
 SAMPLE = 12_000_000
 STRETCH = 1 << 12  # characters that are drawn together
-KEPT = 1 << 27  # bytes of text to keep in memory; a longer one is read twice
 FREE = ("data_dir", "workers")  # a repeated command may change these
-MIN_FOR_WORKERS = 1 << 22  # bytes of input, as starting a process takes time
+MIN_FOR_WORKERS = 1 << 22  # characters to train on, as starting a process takes time
 
 
 @dataclass(frozen=True)
@@ -69,124 +68,79 @@ class PrepareConfig:
 
 def standard_library() -> list[str]:
     """Return the standard library's .py files: 30 MB that every machine has."""
-    files: list[str] = []
-    for folder, names, children in os.walk(sysconfig.get_path("stdlib")):
-        names[:] = [name for name in names if not name.endswith("-packages")]  # installed by pip
-        files += [os.path.join(folder, child) for child in children if child.endswith(".py")]
-    return sorted(filter(os.path.isfile, files))
+    folder = sysconfig.get_path("stdlib")
+    names = sorted(glob.glob("**/*.py", root_dir=folder, recursive=True))
+    return [os.path.join(folder, name) for name in names if "-packages" not in name]  # pip's
 
 
 # ---- Text ----------------------------------------------------------------------------------------
 
 
-class Text:
-    """All text of a preparation, and which of it is for validation: the documents of --val-input;
-    or a share of all, drawn by the seed; or, if the share is not half a document, the last tenth of
-    each."""
+def divide(reader: Reader, num_files: int, config: PrepareConfig) -> tuple[array, list[str]]:
+    """Read all text, and return how many of each document's characters are for training, its first
+    ones, and a sample of these. For validation are the documents after num_files files; or a share
+    of all, drawn by the seed; or, if the share is not half a document, the last tenth of each."""
+    rng = random.Random(config.seed)
+    num_train = array("Q")
+    drawn: list[tuple] = []  # a random number, the document, the place in it, the text
+    share, num_chars = 1.0, 0  # of all text to draw, and drawn
+    for begins, piece in reader.pieces():
+        if begins:
+            num_train.append(0)
+        if reader.counts["files"] > num_files:
+            continue
+        for start in range(0, len(piece), STRETCH):
+            if (draw := rng.random()) < share:
+                text = piece[start : start + STRETCH]
+                drawn.append((draw, len(num_train) - 1, num_train[-1] + start, text))
+                num_chars += len(text)
+        num_train[-1] += len(piece)
+        if num_chars > SAMPLE:  # drop about every second, from now on, too
+            share /= 2
+            drawn = [stretch for stretch in drawn if stretch[0] < share]
+            num_chars = sum(len(text) for *_, text in drawn)
+    if num_files == len(reader.files):
+        rng = random.Random(config.seed)
+        num_val = round(config.val_fraction * len(num_train))
+        for number in rng.sample(range(len(num_train)), num_val):
+            num_train[number] = 0
+        if not num_val:
+            num_train = array("Q", (size * 9 // 10 for size in num_train))
+    return num_train, [text[: max(0, num_train[n] - start)] for _, n, start, text in drawn]
 
-    def __init__(self, files: dict[str, list[str]], config: PrepareConfig):
-        self.config = config
-        self.readers = {
-            split: Reader(paths, config.text_field, config.encoding)
-            for split, paths in files.items()
-            if paths
-        }
-        self.num_train = array("Q")  # each document's characters for training: its first ones
-        self.sample: list[tuple] = []  # a random number, the document, the place in it, the text
-        self.kept: list[tuple] = []  # all pieces, if they take little memory
 
-    def pieces(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield all text in pieces: the split of its file, whether a document begins there, and the
-        text."""
-        for split, reader in self.readers.items():
-            for begins, piece in reader.pieces():
-                yield split, begins, piece
-
-    def count(self):
-        """Read all text, draw the documents for validation, and draw stretches to train a tokenizer
-        on."""
-        rng = random.Random(self.config.seed)
-        share, num_chars = 1.0, 0  # of all text to keep, and in the sample
-        room = KEPT  # in memory
-        for split, begins, piece in self.pieces():
-            if begins:
-                self.num_train.append(0)
-            is_sampled = split == "train" and self.config.tokenizer == "bpe"
-            for start in range(0, len(piece), STRETCH) if is_sampled else ():
-                if (draw := rng.random()) < share:
-                    text = piece[start : start + STRETCH]
-                    place = len(self.num_train) - 1, self.num_train[-1] + start
-                    self.sample.append((draw, *place, text))
-                    num_chars += len(text)
-            if split == "train":
-                self.num_train[-1] += len(piece)
-            if num_chars > SAMPLE:  # drop about every second, from now on, too
-                share /= 2
-                self.sample = [drawn for drawn in self.sample if drawn[0] < share]
-                num_chars = sum(len(text) for *_, text in self.sample)
-            room -= sys.getsizeof(piece) + 64  # and its tuple
-            if room > 0:
-                self.kept.append((split, begins, piece))
-            else:
-                self.kept.clear()
-        if "val" not in self.readers:
-            rng = random.Random(self.config.seed)  # so that the split is the same for any tokenizer
-            num_val = round(self.config.val_fraction * len(self.num_train))
-            for number in rng.sample(range(len(self.num_train)), num_val):
-                self.num_train[number] = 0
-            if not num_val:
-                self.num_train = array("Q", (size * 9 // 10 for size in self.num_train))
-
-    def batches(self) -> Iterator[tuple[str, list[tuple[bool, str]]]]:
-        """Yield each split's pieces, and whether a document begins there, in batches, since a
-        worker's answer takes time."""
-        if not self.num_train:  # here, so that workers start meanwhile
-            self.count()
-        waiting: dict[str, list] = {"train": [], "val": []}
-        num_chars = {"train": 0, "val": 0}
-        num_train = iter(self.num_train)
-        for _, begins, piece in self.kept or self.pieces():
-            if begins:
-                num_left = next(num_train)
-            if num_left >= len(piece):
-                parts = [("train", begins, piece)]
-            elif num_left > 0:  # the document's end is for validation
-                parts = [("train", begins, piece[:num_left]), ("val", True, piece[num_left:])]
-            else:
-                parts = [("val", num_left == 0, piece)]
-            num_left -= len(piece)  # negative after the first piece for validation
-            for split, is_first, part in parts:
-                waiting[split].append((is_first, part))
-                num_chars[split] += len(part)
-                if num_chars[split] >= 8 * PIECE:
-                    yield split, waiting[split]
-                    waiting[split], num_chars[split] = [], 0
-        yield from waiting.items()
-
-    def to_train_on(self) -> Iterator[str]:
-        """Yield the sample, without what is for validation."""
-        self.count()
-        for _, number, start, piece in self.sample:
-            yield piece[: max(0, self.num_train[number] - start)]
-
-    def account(self) -> list[str]:
-        return [line for reader in self.readers.values() for line in reader.account()]
+def batches(reader: Reader, num_train: array) -> Iterator[list[tuple[str, bool, str]]]:
+    """Yield all text in pieces, with their split and whether a document begins there, in batches,
+    since a worker's answer takes time."""
+    batch: list[tuple[str, bool, str]] = []
+    num_chars = 0
+    of_documents = iter(num_train)
+    for begins, piece in reader.pieces():
+        if begins:
+            num_left = next(of_documents)
+        cut = max(0, num_left)
+        if cut:
+            batch.append(("train", begins, piece[:cut]))
+        if cut < len(piece):
+            batch.append(("val", num_left >= 0, piece[cut:]))
+        num_left -= len(piece)  # negative after the first piece for validation
+        num_chars += len(piece)
+        if num_chars >= 8 * PIECE:
+            yield batch
+            batch, num_chars = [], 0
+    yield batch
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
-def tokenize(batch: list[tuple[bool, str]], tokenizer: Tokenizer) -> np.ndarray:
-    """Return a batch's tokens, uint16; each document begins with <|endoftext|>."""
-    if not tokenizer.merges:  # at once, with a byte for <|endoftext|> that UTF-8 never has
-        content = b"".join(b"\xff" * begins + text.encode() for begins, text in batch)
-        ids = np.append(tokenizer.ids[:0xFF], TOKEN.type(tokenizer.end_of_text))
-        return ids[np.frombuffer(content, np.uint8)]
+def tokenize(batch: list[tuple[str, bool, str]], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    """Return a batch's tokens by split, uint16; each document begins with <|endoftext|>."""
     begin, none = np.array([tokenizer.end_of_text], TOKEN), np.empty(0, TOKEN)
-    parts = [none]  # the last batch may have no pieces
-    for begins, text in batch:
-        parts += [begin if begins else none, tokenizer.encode_array(text)]
-    return np.concatenate(parts, dtype=TOKEN)
+    tokens = {"train": [none], "val": [none]}
+    for split, begins, text in batch:
+        tokens[split] += [begin if begins else none, tokenizer.encode_array(text)]
+    return {split: np.concatenate(parts) for split, parts in tokens.items()}
 
 
 def work(folder: Path, parent: Connection):
@@ -199,11 +153,11 @@ def work(folder: Path, parent: Connection):
 
 
 def tokenized(
-    todo: Iterator, tokenizer: Tokenizer, folder: Path, num_workers: int
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each batch's split and tokens, in order. Workers load the tokenizer from folder."""
+    todo: Iterator[list], tokenizer: Tokenizer, folder: Path, num_workers: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield each batch's tokens, in order. Workers load the tokenizer from folder."""
     if num_workers < 2:
-        yield from ((split, tokenize(batch, tokenizer)) for split, batch in todo)
+        yield from (tokenize(batch, tokenizer) for batch in todo)
         return
     # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
     # A ProcessPoolExecutor hangs if a worker is killed while it sends a result, so each worker has
@@ -219,7 +173,7 @@ def tokenized(
         workers.append(worker)
     signal.signal(signal.SIGINT, previous)
 
-    def ask(batch: list[tuple[bool, str]]) -> np.ndarray:
+    def ask(batch: list) -> dict[str, np.ndarray]:
         worker = workers.pop()
         try:
             worker.send(batch)
@@ -233,12 +187,11 @@ def tokenized(
     threads = ThreadPoolExecutor(num_workers)
     running: deque = deque()
     try:
-        for split, batch in todo:
-            running.append((split, threads.submit(ask, batch)))
+        for batch in todo:
+            running.append(threads.submit(ask, batch))
             if len(running) > 4 * num_workers + 16:  # keep the workers busy during a write
-                split, future = running.popleft()
-                yield split, future.result()
-        yield from ((split, future.result()) for split, future in running)
+                yield running.popleft().result()
+        yield from (future.result() for future in running)
     finally:
         threads.shutdown(cancel_futures=True)
 
@@ -289,10 +242,10 @@ def write_synced(path: Path, contents: Iterable[bytes]):
         os.fsync(file.fileno())
 
 
-def find_tokenizer(config: PrepareConfig, text: Text) -> Tokenizer:
+def find_tokenizer(config: PrepareConfig, sample: list[str]) -> Tokenizer:
     """Return --tokenizer, or raise UserError if there is none."""
     if config.tokenizer == "bpe":
-        return train_tokenizer(text.to_train_on(), config.vocab_size)
+        return train_tokenizer(sample, config.vocab_size)
     if config.tokenizer == "bytes":
         return bytes_tokenizer()
     if config.tokenizer == "gpt2":
@@ -305,29 +258,31 @@ def find_tokenizer(config: PrepareConfig, text: Text) -> Tokenizer:
     return tokenizer
 
 
-def write_folder(folder: Path, text: Text, config: PrepareConfig) -> dict:
-    """Write tokenizer and shards into folder, and return what the manifest says of them."""
-    tokenizer = find_tokenizer(config, text)
+def write_folder(folder: Path, reader: Reader, num_files: int, config: PrepareConfig) -> dict:
+    """Write tokenizer and shards into folder, and return what the manifest says of them. The text
+    of the first num_files files is for training, and for validation, too, if there are no more."""
+    num_train, sample = divide(reader, num_files, config)
+    tokenizer = find_tokenizer(config, sample)
     for name, content in tokenizer.files().items():
         (folder / name).write_bytes(content)
-    files = chain(*(reader.files for reader in text.readers.values()))
-    num_bytes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    is_long = tokenizer.merges and num_bytes > MIN_FOR_WORKERS  # bytes take no time
-    num_workers = config.workers if is_long else 1
+    is_long = tokenizer.merges and sum(num_train) > MIN_FOR_WORKERS  # bytes take no time
     shards = {split: Shards(folder, split, config.shard_tokens) for split in ("train", "val")}
-    todo = tokenized(text.batches(), tokenizer, folder, num_workers)
-    for split, tokens in tqdm(todo, unit="batch", leave=False, disable=None):
-        shards[split].add(tokens)
+    todo = batches(reader, num_train)
+    done = tokenized(todo, tokenizer, folder, config.workers if is_long else 1)
+    for batch in tqdm(done, unit="batch", leave=False, disable=None):
+        for split, tokens in batch.items():
+            shards[split].add(tokens)
+    manifest: dict = {"account": reader.account()}
     for split, of_split in shards.items():
         if of_split.num_tokens:
             of_split.write()
+        manifest[split] = {"shards": of_split.entries}
         num_tokens = sum(entry["tokens"] for entry in of_split.entries)
         if num_tokens < 2:  # an input and its target
-            why = "; ".join(text.account())
+            why = "; ".join(manifest["account"])
             raise UserError(f"--input has {num_tokens} tokens for {split}, too few: {why}")
     names = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.size}
-    entries = {split: {"shards": of_split.entries} for split, of_split in shards.items()}
-    return {**entries, "tokenizer": names, "account": text.account()}
+    return manifest | {"tokenizer": names}
 
 
 def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
@@ -337,9 +292,10 @@ def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
     train, val = find_files(inputs or standard_library()), find_files(val_inputs)
     # Leave out what this program wrote, which --input . would include.
     own = tuple(os.path.realpath(path) + os.sep for path in (folder, unfinished))
-    kept = [file for path, file in train.items() if path not in val and not path.startswith(own)]
-    files = {"train": kept, "val": [*val.values()]}
-    contents = [f"{f} {sha256(f)}" for f in chain(*files.values()) if os.path.isfile(f)]
+    files = [file for path, file in train.items() if path not in val and not path.startswith(own)]
+    num_files = len(files)
+    files += val.values()
+    contents = [f"{file} {sha256(file)}" for file in files if os.path.isfile(file)]
     flags = {name: value for name, value in asdict(config).items() if name not in FREE}
     flags["files"] = hashlib.sha256(repr(contents).encode(errors="replace")).hexdigest()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -356,7 +312,8 @@ def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
             shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
             try:
                 unfinished.mkdir()
-                manifest = {"flags": flags} | write_folder(unfinished, Text(files, config), config)
+                reader = Reader(files, config.text_field, config.encoding)
+                manifest = {"flags": flags} | write_folder(unfinished, reader, num_files, config)
                 write_synced(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
                 unfinished.rename(folder)
             finally:
@@ -372,8 +329,7 @@ def report_folder(folder: Path, manifest: dict):
         shards = manifest[split]["shards"]
         num_tokens = sum(shard["tokens"] for shard in shards)
         print(f"{split}: {num_tokens:,} tokens; shards: {len(shards)}")
-    for line in manifest["account"]:
-        print(line)
+    print(*manifest["account"], sep="\n")
     print(f"ready: python train_gpt2.py --data-dir {folder}")
 
 
@@ -386,6 +342,9 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
     parser.add_argument("--val-input", nargs="+", help=text)
     typed = parser.parse(argv)
     inputs, val_inputs = typed.pop("input", []), typed.pop("val_input", [])
+    if not inputs:  # 0.025 of Python's source is about as long as nano's validation
+        name = Path(typed.get("tokenizer", "bpe")).name
+        typed = {"data_dir": f"data/stdlib-{name}", "val_fraction": 0.025} | typed
     config = PrepareConfig(**typed)
     if "vocab_size" in typed and config.tokenizer != "bpe":
         raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
@@ -395,9 +354,6 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
         raise UserError("--input needs --data-dir, for example --data-dir data/book")
     if not inputs and val_inputs:
         raise UserError("--val-input needs --input")
-    if not inputs:  # 0.025 of Python's source is about as long as nano's validation
-        name = config.data_dir or f"data/stdlib-{Path(config.tokenizer).name}"
-        config = replace(config, data_dir=name, val_fraction=typed.get("val_fraction", 0.025))
     try:
         "".encode(config.encoding or "utf-8")
     except (LookupError, UnicodeError) as error:

@@ -107,10 +107,11 @@ def test_tokens_of_pieces(tokenizer, parts):
     text = "".join(part + "a " * bool(ours.merges) for part in parts)
     with pytest.MonkeyPatch.context() as patch:
         cut_into(patch, 8)
-        batch = [(i == 0, piece) for i, piece in enumerate(readers.pieces(io.StringIO(text)))]
-        tokens = prepare_data.tokenize(batch, ours).tolist()
+        pieces = enumerate(readers.pieces(io.StringIO(text)))
+        batch = [("val", i == 0, piece) for i, piece in pieces]
+        tokens = prepare_data.tokenize(batch, ours)["val"].tolist()
     assert tokens == [ours.end_of_text] * bool(text) + ours.encode(text)
-    assert all(0 < len(piece) <= 40 for _, piece in batch)
+    assert all(0 < len(piece) <= 40 for _, _, piece in batch)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -128,8 +129,7 @@ def test_any_number_of_workers(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data, "SAMPLE", 200_000)  # of 460,000 characters
     flags = ["--shard-tokens=20011", "--val-fraction=0.3"]
     flags += ["--input", tmp_path / "a.jsonl", PROGRAM, "--tokenizer"]
-    for workers, kept in zip("123", (0, 200_000, 1 << 27), strict=True):  # bytes of text in memory
-        monkeypatch.setattr(prepare_data, "KEPT", kept)
+    for workers in "123":
         assert prepare(tmp_path / workers, *flags, tokenizer, "--workers", workers) == 0
     folder = tmp_path / "1"
     assert content(folder) == content(tmp_path / "2") == content(tmp_path / "3")
@@ -174,7 +174,7 @@ def test_few_documents(count, tmp_path, monkeypatch):
     ends = [(text, len(text) * 9 // 10) for text in texts]
     assert documents_of(tmp_path / "data", "train") == [text[:end] for text, end in ends]
     assert documents_of(tmp_path / "data", "val") == [text[end:] for text, end in ends]
-    assert max(sum(len(text) for _, text in batch) for batch in batches) < 2 * 8 * 100
+    assert max(sum(len(text) for *_, text in batch) for batch in batches) < 2 * 8 * 100
 
 
 def test_val_input(texts, tmp_path, monkeypatch):
