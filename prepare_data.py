@@ -20,7 +20,7 @@ import sys
 import sysconfig
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -202,27 +202,24 @@ class Shards:
     def __init__(self, folder: Path, split: str, shard_tokens: int):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.entries: list[dict] = []  # of the manifest
-        self.parts: list[np.ndarray] = []  # of the next shard
+        self.parts: list[np.ndarray] = []  # of the next shards
         self.num_tokens = 0  # in parts
 
     def add(self, tokens: np.ndarray):
-        while len(tokens):
-            part = tokens[: self.shard_tokens - self.num_tokens]
-            self.parts.append(part)
-            self.num_tokens += len(part)
-            tokens = tokens[len(part) :]
-            if self.num_tokens == self.shard_tokens:
-                self.write()
+        self.parts.append(tokens)
+        self.num_tokens += len(tokens)
+        while self.num_tokens >= self.shard_tokens:
+            self.write()
 
     def write(self):
-        """Write a shard of the tokens in parts."""
-        header = np.array([MAGIC, VERSION, self.num_tokens] + [0] * 253, "<i4")
+        """Write a shard of the first tokens in parts."""
+        tokens, rest = np.split(np.concatenate(self.parts), [self.shard_tokens])
+        self.parts, self.num_tokens = [rest.copy()], len(rest)
+        header = np.array([MAGIC, VERSION, len(tokens)] + [0] * 253, "<i4")
         path = self.folder / f"{self.split}_{len(self.entries):06d}.bin"
-        write_synced(path, (part.tobytes() for part in [header, *self.parts]))
-        largest = max(int(part.max()) for part in self.parts)
-        entry = {"name": path.name, "tokens": self.num_tokens, "largest_id": largest}
+        write_synced(path, header.data, tokens.data)
+        entry = {"name": path.name, "tokens": len(tokens), "largest_id": int(tokens.max())}
         self.entries.append(entry | {"sha256": sha256(path)})
-        self.parts, self.num_tokens = [], 0
 
 
 # ---- The folder ----------------------------------------------------------------------------------
@@ -233,11 +230,10 @@ def sha256(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_synced(path: Path, contents: Iterable[bytes]):
+def write_synced(path: Path, *contents: bytes | memoryview):
     """Write a file that a power failure can't lose."""
     with open(path, "wb") as file:
-        for content in contents:
-            file.write(content)
+        file.writelines(contents)
         file.flush()
         os.fsync(file.fileno())
 
@@ -314,7 +310,7 @@ def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
                 unfinished.mkdir()
                 reader = Reader(files, config.text_field, config.encoding)
                 manifest = {"flags": flags} | write_folder(unfinished, reader, num_files, config)
-                write_synced(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+                write_synced(unfinished / MANIFEST, json.dumps(manifest, indent=1).encode())
                 unfinished.rename(folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
