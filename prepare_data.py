@@ -268,17 +268,20 @@ def write_folder(folder: Path, reader: Reader, num_files: int, config: PrepareCo
     for batch in tqdm(done, unit="batch", leave=False, disable=None):
         for split, tokens in batch.items():
             shards[split].add(tokens)
-    manifest: dict = {"account": reader.account()}
+    # A small text has fewer tokens than --vocab-size.
+    account = [f"tokenizer: {tokenizer.name}, {tokenizer.size:,} tokens"]
+    manifest: dict = {}
     for split, of_split in shards.items():
         if of_split.num_tokens:
             of_split.write()
         manifest[split] = {"shards": of_split.entries}
         num_tokens = sum(entry["tokens"] for entry in of_split.entries)
+        account.append(f"{split}: {num_tokens:,} tokens; shards: {len(of_split.entries)}")
         if num_tokens < 2:  # an input and its target
-            why = "; ".join(manifest["account"])
+            why = "; ".join(reader.account())
             raise UserError(f"--input has {num_tokens} tokens for {split}, too few: {why}")
     names = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.size}
-    return manifest | {"tokenizer": names}
+    return manifest | {"tokenizer": names, "account": account + reader.account()}
 
 
 def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
@@ -314,19 +317,7 @@ def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
                 unfinished.rename(folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
-    report_folder(folder, manifest)
-
-
-def report_folder(folder: Path, manifest: dict):
-    """Print what a folder holds, and what became of the input."""
-    tokenizer = manifest["tokenizer"]  # a small text has fewer tokens than --vocab-size
-    print(f"tokenizer: {tokenizer['name']}, {tokenizer['vocab_size']:,} tokens")
-    for split in ("train", "val"):
-        shards = manifest[split]["shards"]
-        num_tokens = sum(shard["tokens"] for shard in shards)
-        print(f"{split}: {num_tokens:,} tokens; shards: {len(shards)}")
-    print(*manifest["account"], sep="\n")
-    print(f"ready: python train_gpt2.py --data-dir {folder}")
+    print(*manifest["account"], f"ready: python train_gpt2.py --data-dir {folder}", sep="\n")
 
 
 def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
