@@ -238,27 +238,27 @@ def write_synced(path: Path, *contents: bytes | memoryview):
         os.fsync(file.fileno())
 
 
-def find_tokenizer(config: PrepareConfig, sample: list[str]) -> Tokenizer:
-    """Return --tokenizer, or raise UserError if there is none."""
-    if config.tokenizer == "bpe":
-        return train_tokenizer(sample, config.vocab_size)
-    if config.tokenizer == "bytes":
+def find_tokenizer(name: str) -> Tokenizer | None:
+    """Return --tokenizer, or None for bpe. Raise UserError if there is none."""
+    if name == "bpe":
+        return None
+    if name == "bytes":
         return bytes_tokenizer()
-    if config.tokenizer == "gpt2":
-        return gpt2_tokenizer(may_download=True)  # type: ignore[return-value]  # or it raises
-    folder = Path(config.tokenizer)
-    checkpoints = sorted(folder.glob("step_*/vocab.json"))  # of a run
-    tokenizer = read_tokenizer(checkpoints[-1].parent if checkpoints else folder)
+    if name == "gpt2":
+        return gpt2_tokenizer(may_download=True)
+    checkpoints = sorted(Path(name).glob("step_*/vocab.json"))  # of a run
+    tokenizer = read_tokenizer(checkpoints[-1].parent if checkpoints else Path(name))
     if not tokenizer:
-        raise UserError(f"--tokenizer {folder} holds no vocab.json and merges.txt")
+        raise UserError(f"--tokenizer {name} is not bpe, bytes, gpt2 or a folder with vocab.json")
     return tokenizer
 
 
 def write_folder(folder: Path, reader: Reader, num_files: int, config: PrepareConfig) -> dict:
     """Write tokenizer and shards into folder, and return what the manifest says of them. The text
     of the first num_files files is for training, and for validation, too, if there are no more."""
+    tokenizer = find_tokenizer(config.tokenizer)
     num_train, sample = divide(reader, num_files, config)
-    tokenizer = find_tokenizer(config, sample)
+    tokenizer = tokenizer or train_tokenizer(sample, config.vocab_size)
     for name, content in tokenizer.files().items():
         (folder / name).write_bytes(content)
     is_long = tokenizer.merges and sum(num_train) > MIN_FOR_WORKERS  # bytes take no time
@@ -335,8 +335,6 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
     config = PrepareConfig(**typed)
     if "vocab_size" in typed and config.tokenizer != "bpe":
         raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
-    if config.tokenizer not in ("bpe", "bytes", "gpt2") and not Path(config.tokenizer).is_dir():
-        raise UserError(f"--tokenizer {config.tokenizer} is not bpe, bytes, gpt2 or a folder")
     if inputs and not config.data_dir:
         raise UserError("--input needs --data-dir, for example --data-dir data/book")
     if not inputs and val_inputs:
