@@ -55,14 +55,13 @@ def find_files(inputs: list[str]) -> dict[str, str]:
         paths = sorted(glob.glob(pattern, recursive=True))
         for folder in filter(os.path.isdir, paths[:]):
             paths += sorted(glob.glob(f"{glob.escape(folder)}/**", recursive=True))
-        for folder in filter(os.path.isdir, paths):
-            if not os.access(folder, os.R_OK | os.X_OK):  # which glob would leave out
-                raise UserError(f"--input {folder} can't be read")
-        files = [path for path in paths if not os.path.isdir(path)]
-        if not files:
+        for path in paths:
+            if not os.path.isdir(path):
+                found.setdefault(os.path.realpath(path), path)
+            elif not os.access(path, os.R_OK | os.X_OK):  # glob leaves out what is in it
+                raise UserError(f"--input {path} can't be read")
+        if all(map(os.path.isdir, paths)):
             raise UserError(f"--input {name}: there is no such file")
-        for file in files:
-            found.setdefault(os.path.realpath(file), file)
     return found
 
 
