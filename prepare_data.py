@@ -29,11 +29,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from tqdm import tqdm
 
 from dataloader import MAGIC, MANIFEST, TOKEN, VERSION
-from support.cli import Parser, RunError, UserError, flag, report
+from support.cli import Parser, RunError, UserError, flag, program
 from support.readers import PIECE, Reader, find_files
 from support.tokenizer import (
     Tokenizer,
@@ -346,19 +346,9 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
     return config, inputs, val_inputs
 
 
-def main(argv: list[str]) -> int:
-    try:
-        prepare(*read_flags(argv))
-        return 0
-    except KeyboardInterrupt:  # of Ctrl-C or SIGTERM
-        print("stopped; the same command begins anew", file=sys.stderr)
-        return 130
-    except ImportError as error:
-        return report(UserError(f"{error.name} is missing: pip install {error.name}"))
-    except Timeout as error:
-        return report(UserError(f"another process is at work: it holds {error.lock_file}"))
-    except (RunError, OSError) as error:
-        return report(error)
+@program
+def main(argv: list[str]):
+    prepare(*read_flags(argv))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,10 @@ def program(main: Callable[[list[str]], None]) -> Callable[[list[str]], int]:
             return 0
         except (RunError, OSError, FloatingPointError) as error:  # the last if logits overflow
             return report(error)
+        except ImportError as error:  # of an optional library
+            return report(UserError(f"{error.name} is missing: pip install {error.name}"))
         except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
             return 130
 
     return run

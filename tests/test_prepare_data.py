@@ -294,8 +294,8 @@ def test_killed(much, tmp_path):
 
 
 ENDS = {  # who is sent which signal, once there is a file, and what it says
-    "Ctrl-C": (os.killpg, signal.SIGINT, "train_000060.bin", 130, "stopped;"),
-    "SIGTERM": (os.kill, signal.SIGTERM, "train_000060.bin", 130, "stopped;"),
+    "Ctrl-C": (os.killpg, signal.SIGINT, "train_000060.bin", 130, "interrupted"),
+    "SIGTERM": (os.kill, signal.SIGTERM, "train_000060.bin", 130, "interrupted"),
     "a worker is killed": (None, 9, "train_000001.bin", 1, "error: a tokenizer process "),
 }
 
