@@ -251,7 +251,7 @@ def resolve(  # noqa: C901  # one rule after the other
     if on_gpu and not is_nano and flags["bf16"] and not flags["init_from"]:
         chosen["bf16_residual"] = True
     if not typed.get("micro_batch_size"):
-        flags["micro_batch_size"] = first_micro_batch(flags, world)
+        given["micro_batch_size"] = first_micro_batch(flags, world)
     config = TrainConfig(**{name: flags[name] for name in DEFAULTS})
     config.num_micro_batches(world.size)  # raises if it is not whole
     return config

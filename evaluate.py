@@ -42,7 +42,7 @@ def validate(  # noqa: PLR0913
     stop: Stop | None = None,
 ) -> dict[str, float]:
     """Return the mean loss over the first --eval-tokens tokens of loader, in several units."""
-    num_sequences = num_val_sequences(config.eval_tokens, loader)
+    num_sequences = max(1, min(config.eval_tokens // loader.T, len(loader)))
     # The ranks take turns, so any number of ranks covers the same tokens, in nearly equal shares.
     of_rank = range(world.rank, num_sequences, world.size)
     batches = [of_rank[i : i + loader.B] for i in range(0, len(of_rank), loader.B)]
@@ -69,10 +69,6 @@ def validate(  # noqa: PLR0913
         bytes_per_token = num_bytes / (num_sequences * loader.T)
         figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
     return figures
-
-
-def num_val_sequences(eval_tokens: int, loader: ShardLoader) -> int:
-    return max(1, min(eval_tokens // loader.T, len(loader)))
 
 
 def format_metrics(figures: dict[str, float]) -> str:

@@ -229,22 +229,20 @@ class Run:
 def record_start(run: Run, saved: dict, figures: str):
     """Write config.json and the first record of the log, and print what this run is, what was
     measured for it, and what has changed since the checkpoint whose flags are `saved`."""
-    config, machine, loader, size = run.config, run.machine, run.loader, run.world.size
-    now = flags.to_save(config, machine)
+    config, data, machine, loader = run.config, run.data, run.machine, run.loader
+    size, now = run.world.size, flags.to_save(config, machine)
     if run.world.is_main:
         (run.out_dir / "config.tmp").write_bytes(checkpoint.as_json(now))
         os.replace(run.out_dir / "config.tmp", run.out_dir / "config.json")
     num_tokens = len(loader) * loader.T
     num_epochs = config.steps * config.batch_tokens / num_tokens
-    num_val = evaluate.num_val_sequences(config.eval_tokens, run.val_loader) * loader.T
     decayed, others = run.model.decay_groups()
     num_params = sum(p.numel() for p in run.model.weights().values())
     num_others = sum(p.numel() for p in others)
     speed_ups = [spell(name)[2:] for name in flags.SPEED_UPS if getattr(config, name)]
     lines = [
         f"run: {run.out_dir}, {f'resumed after step {run.step:,}' if saved else 'new'}",
-        f"data: {run.data.folder}, {run.data.tokenizer}: {num_epochs:.2f} epochs of {num_tokens:,}"
-        f" tokens; {num_val:,} tokens for validation",
+        f"data: {data.folder}, {data.tokenizer}: {num_epochs:.2f} epochs of {num_tokens:,} tokens",
         f"model: {config.model}, {num_params:,} parameters: {len(decayed)} tensors"
         f" ({num_params - num_others:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {'Muon for the matrices, AdamW for the rest' if config.muon else 'AdamW'}",
@@ -257,8 +255,8 @@ def record_start(run: Run, saved: dict, figures: str):
     if num_epochs > 5:
         lines.append(f"{num_epochs:.0f} epochs may be too many: watch the validation loss")
     if not run.tokenizer:
-        lines.append(f"{run.data.tokenizer}'s vocabulary is not here: no samples, no bits per byte")
-    names = {"data": run.data.fingerprint, "tokenizer": run.data.tokenizer}
+        lines.append(f"{data.tokenizer}'s vocabulary is not here: no samples, no bits per byte")
+    names = {"data": data.fingerprint, "tokenizer": data.tokenizer}
     run.log.record("\n".join(lines), flags=now, **names, resumed=run.step, process=os.getpid())
 
 

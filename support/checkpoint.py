@@ -246,7 +246,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
 
 
 def save_weights(folder: Path, model: GPT, tokenizer: Tokenizer | None, tokenizer_name: str):
-    """Write the files that Hugging Face's tools load into folder."""
+    """Write the files that Hugging Face's tools load into folder, with their names and layout."""
     config = model.config
     sizes = {name: getattr(config, name) for name in SIZES}
     is_gpt2 = config == GPTConfig(**sizes, seq_len=config.seq_len, pad_vocab=config.pad_vocab)
@@ -267,16 +267,11 @@ def save_weights(folder: Path, model: GPT, tokenizer: Tokenizer | None, tokenize
     files = tokenizer.files(config.seq_len) if tokenizer else {}
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    save_file(hf_weights(model), folder / "model.safetensors", {"format": "pt"})
-
-
-def hf_weights(model: GPT) -> dict[str, Tensor]:
-    """Return the weights with Hugging Face's names and layout, without padding, on the CPU."""
     weights = {}
     for name, param in model.weights().items():
         p = param.cpu()  # a transposed copy might not fit on the GPU
         weights[name] = p.t().contiguous() if name.endswith(CONV1D) else p
-    return weights
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 class Weights(NamedTuple):

@@ -59,20 +59,16 @@ def device_name(device: torch.device) -> str:
 
 def machine(world: World) -> dict:
     """Return what, besides the flags, affects the bits of a run's result."""
+    # "-dirty" if a file differs from the commit, and nothing without git
+    line, folder = "git describe --always --dirty --exclude=*", Path(__file__).parent
+    result = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True)
     return {
         "device": device_name(world.device),
         "ranks": world.size,
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        "commit": commit(),
+        "commit": result.stdout.strip(),
     }
-
-
-def commit() -> str:
-    """Return this program's commit, with "-dirty" if a file differs from it, or "" without git."""
-    line, folder = "git describe --always --dirty --exclude=*", Path(__file__).parent
-    result = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True)
-    return result.stdout.strip()
 
 
 def peak_tflops(name: str) -> float | None:
