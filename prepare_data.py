@@ -20,7 +20,7 @@ import sys
 import sysconfig
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -47,8 +47,9 @@ from support.tokenizer import (
 # 0.15% fewer tokens of held-out Python (3 seeds).
 SAMPLE = 12_000_000
 STRETCH = 1 << 12  # characters that are drawn together
+KEPT = 1 << 27  # bytes of text to keep in memory; a longer one is read twice
 FREE = ("data_dir", "workers")  # a repeated command may change these
-MIN_FOR_WORKERS = 1 << 22  # characters to train on, as starting a process takes time
+MIN_FOR_WORKERS = 1 << 22  # bytes of input, as starting a process takes time
 
 
 @dataclass(frozen=True)
@@ -76,20 +77,28 @@ def standard_library() -> list[str]:
 # ---- Text ----------------------------------------------------------------------------------------
 
 
-def divide(reader: Reader, num_files: int, config: PrepareConfig) -> tuple[array, list[str]]:
+def divide(reader: Reader, num_files: int, config: PrepareConfig) -> tuple[array, list, list]:
     """Read all text, and return how many of each document's characters are for training, its first
-    ones, and a sample of these. For validation are the documents after num_files files; or a share
-    of all, drawn by the seed; or, if the share is not half a document, the last tenth of each."""
+    ones, a sample of these, and all pieces, or none if they are large. For validation are the
+    documents after num_files files; or a share of all, drawn by the seed; or, if the share is not
+    half a document, the last tenth of each."""
     rng = random.Random(config.seed)
     num_train = array("Q")
     drawn: list[tuple] = []  # a random number, the document, the place in it, the text
     share, num_chars = 1.0, 0  # of all text to draw, and drawn
+    kept: list[tuple[bool, str]] = []
+    room = KEPT
     for begins, piece in reader.pieces():
+        room -= sys.getsizeof(piece) + 64  # and its tuple
+        if room > 0:
+            kept.append((begins, piece))
+        else:
+            kept.clear()
         if begins:
             num_train.append(0)
         if reader.counts["files"] > num_files:
             continue
-        for start in range(0, len(piece), STRETCH):
+        for start in range(0, len(piece) if config.tokenizer == "bpe" else 0, STRETCH):
             if (draw := rng.random()) < share:
                 text = piece[start : start + STRETCH]
                 drawn.append((draw, len(num_train) - 1, num_train[-1] + start, text))
@@ -106,16 +115,20 @@ def divide(reader: Reader, num_files: int, config: PrepareConfig) -> tuple[array
             num_train[number] = 0
         if not num_val:
             num_train = array("Q", (size * 9 // 10 for size in num_train))
-    return num_train, [text[: max(0, num_train[n] - start)] for _, n, start, text in drawn]
+    sample = [text[: max(0, num_train[n] - start)] for _, n, start, text in drawn]
+    return num_train, sample, kept
 
 
-def batches(reader: Reader, num_train: array) -> Iterator[list[tuple[str, bool, str]]]:
+def batches(
+    reader: Reader, num_files: int, config: PrepareConfig, divided: tuple | None
+) -> Iterator[list[tuple[str, bool, str]]]:
     """Yield all text in pieces, with their split and whether a document begins there, in batches,
     since a worker's answer takes time."""
+    num_train, _, kept = divided or divide(reader, num_files, config)  # while workers start
     batch: list[tuple[str, bool, str]] = []
     num_chars = 0
     of_documents = iter(num_train)
-    for begins, piece in reader.pieces():
+    for begins, piece in kept or reader.pieces():
         if begins:
             num_left = next(of_documents)
         cut = max(0, num_left)
@@ -136,11 +149,20 @@ def batches(reader: Reader, num_train: array) -> Iterator[list[tuple[str, bool, 
 
 def tokenize(batch: list[tuple[str, bool, str]], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
     """Return a batch's tokens by split, uint16; each document begins with <|endoftext|>."""
-    begin, none = np.array([tokenizer.end_of_text], TOKEN), np.empty(0, TOKEN)
-    tokens = {"train": [none], "val": [none]}
-    for split, begins, text in batch:
-        tokens[split] += [begin if begins else none, tokenizer.encode_array(text)]
-    return {split: np.concatenate(parts) for split, parts in tokens.items()}
+    tokens = {}
+    for name in ("train", "val"):
+        texts = [(begins, text) for split, begins, text in batch if split == name]
+        if tokenizer.merges:
+            begin, none = np.array([tokenizer.end_of_text], TOKEN), np.empty(0, TOKEN)
+            parts = [none]
+            for begins, text in texts:
+                parts += [begin if begins else none, tokenizer.encode_array(text)]
+            tokens[name] = np.concatenate(parts)
+        else:  # all at once, with a byte for <|endoftext|> that UTF-8 never has
+            content = b"".join(b"\xff" * begins + text.encode() for begins, text in texts)
+            ids = np.append(tokenizer.ids[:0xFF], TOKEN.type(tokenizer.end_of_text))
+            tokens[name] = ids[np.frombuffer(content, np.uint8)]
+    return tokens
 
 
 def work(folder: Path, parent: Connection):
@@ -202,24 +224,27 @@ class Shards:
     def __init__(self, folder: Path, split: str, shard_tokens: int):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.entries: list[dict] = []  # of the manifest
-        self.parts: list[np.ndarray] = []  # of the next shards
+        self.parts: list[np.ndarray] = []  # of the next shard
         self.num_tokens = 0  # in parts
 
     def add(self, tokens: np.ndarray):
-        self.parts.append(tokens)
-        self.num_tokens += len(tokens)
-        while self.num_tokens >= self.shard_tokens:
-            self.write()
+        while len(tokens):
+            part = tokens[: self.shard_tokens - self.num_tokens]
+            self.parts.append(part)
+            self.num_tokens += len(part)
+            tokens = tokens[len(part) :]
+            if self.num_tokens == self.shard_tokens:
+                self.write()
 
     def write(self):
-        """Write a shard of the first tokens in parts."""
-        tokens, rest = np.split(np.concatenate(self.parts), [self.shard_tokens])
-        self.parts, self.num_tokens = [rest.copy()], len(rest)
-        header = np.array([MAGIC, VERSION, len(tokens)] + [0] * 253, "<i4")
+        """Write a shard of the tokens in parts."""
+        header = np.array([MAGIC, VERSION, self.num_tokens] + [0] * 253, "<i4")
         path = self.folder / f"{self.split}_{len(self.entries):06d}.bin"
-        write_synced(path, header.data, tokens.data)
-        entry = {"name": path.name, "tokens": len(tokens), "largest_id": int(tokens.max())}
+        write_synced(path, (part.tobytes() for part in [header, *self.parts]))
+        largest = max(int(part.max()) for part in self.parts)
+        entry = {"name": path.name, "tokens": self.num_tokens, "largest_id": largest}
         self.entries.append(entry | {"sha256": sha256(path)})
+        self.parts, self.num_tokens = [], 0
 
 
 # ---- The folder ----------------------------------------------------------------------------------
@@ -230,10 +255,11 @@ def sha256(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_synced(path: Path, *contents: bytes | memoryview):
+def write_synced(path: Path, contents: Iterable[bytes]):
     """Write a file that a power failure can't lose."""
     with open(path, "wb") as file:
-        file.writelines(contents)
+        for content in contents:
+            file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
@@ -256,14 +282,16 @@ def find_tokenizer(name: str) -> Tokenizer | None:
 def write_folder(folder: Path, reader: Reader, num_files: int, config: PrepareConfig) -> dict:
     """Write tokenizer and shards into folder, and return what the manifest says of them. The text
     of the first num_files files is for training, and for validation, too, if there are no more."""
-    tokenizer = find_tokenizer(config.tokenizer)
-    num_train, sample = divide(reader, num_files, config)
-    tokenizer = tokenizer or train_tokenizer(sample, config.vocab_size)
+    tokenizer, divided = find_tokenizer(config.tokenizer), None
+    if not tokenizer:
+        divided = divide(reader, num_files, config)
+        tokenizer = train_tokenizer(divided[1], config.vocab_size)
     for name, content in tokenizer.files().items():
         (folder / name).write_bytes(content)
-    is_long = tokenizer.merges and sum(num_train) > MIN_FOR_WORKERS  # bytes take no time
+    num_bytes = sum(os.path.getsize(file) for file in reader.files if os.path.isfile(file))
+    is_long = tokenizer.merges and num_bytes > MIN_FOR_WORKERS  # bytes take no time
     shards = {split: Shards(folder, split, config.shard_tokens) for split in ("train", "val")}
-    todo = batches(reader, num_train)
+    todo = batches(reader, num_files, config, divided)
     done = tokenized(todo, tokenizer, folder, config.workers if is_long else 1)
     for batch in tqdm(done, unit="batch", leave=False, disable=None):
         for split, tokens in batch.items():
@@ -313,7 +341,7 @@ def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
                 unfinished.mkdir()
                 reader = Reader(files, config.text_field, config.encoding)
                 manifest = {"flags": flags} | write_folder(unfinished, reader, num_files, config)
-                write_synced(unfinished / MANIFEST, json.dumps(manifest, indent=1).encode())
+                write_synced(unfinished / MANIFEST, [json.dumps(manifest, indent=1).encode()])
                 unfinished.rename(folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)

@@ -86,8 +86,13 @@ class Reader:
             try:
                 for place, text in self.documents(path):
                     for number, piece in enumerate(pieces(text)):
-                        # JSON may hold half a surrogate pair, which is no text.
-                        piece = piece.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                        try:
+                            piece.encode()
+                        except (
+                            UnicodeEncodeError
+                        ):  # half a surrogate pair in JSON, which is no text
+                            pair = piece.encode("utf-16", "surrogatepass")
+                            piece = pair.decode("utf-16", "replace")
                         if "\ufffd" in piece:
                             self.note(REPLACED, f"{path}, {place}")
                         yield number == 0, piece
@@ -317,15 +322,18 @@ def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterat
     header = next(reader)
     if any(header.count(name) > 1 for name in fields):
         raise ValueError(f"two of its columns have the name {fields[0]}")
+    columns = [header.index(name) for name in fields if name in header]
     while True:
         try:
             for row in filter(None, reader):  # an empty line is no record
-                yield f"line {reader.line_num}", dict(zip(header, row, strict=True))
+                if len(row) != len(header):
+                    yield f"line {reader.line_num}", Bad("it has not as many cells as the header")
+                else:
+                    text = row[columns[0]] if columns else dict.fromkeys(header)
+                    yield f"line {reader.line_num}", text
             return
         except csv.Error:
             yield f"line {reader.line_num}", Bad("no valid row of a table")
-        except ValueError:
-            yield f"line {reader.line_num}", Bad("it has not as many cells as the header")
 
 
 def parquet_rows(path: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
