@@ -342,7 +342,8 @@ def load_weights(model: GPT, folder: Path):
                     weights[name] = tensor.t() if name.endswith(CONV1D) else tensor
         padding = torch.zeros(model.config.num_rows - model.config.vocab_size, model.config.n_embd)
         weights[WTE] = weights["lm_head.weight"] = torch.cat([weights[WTE], padding])
-        weights[WPE] = weights[WPE][: model.config.seq_len]
+        if WPE in weights:  # a network with other positions may have none
+            weights[WPE] = weights[WPE][: model.config.seq_len]
         model.load_state_dict(weights)
         # An inf or nan survives a sum, which is ten times as fast as isfinite().all().
         if not all(p.sum().isfinite() for p in model.parameters()):
