@@ -182,9 +182,7 @@ def to_take(saved: dict, device_name: str) -> dict:
 
 
 def changes(saved: dict, now: dict) -> list[str]:
-    """Return a line for each difference from a checkpoint with `saved`, or [] if that is empty."""
-    if not saved:
-        return []
+    """Return a line for each difference from a checkpoint that holds `saved`."""
     before = DEFAULTS | saved | saved["machine"]
     lines = []
     for name, value in (now | now["machine"]).items():

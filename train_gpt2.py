@@ -124,8 +124,10 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     elif config.schedule == "wsd":
         decay_steps = max(1, min(round(config.decay_share * config.steps), longest))
         height = min(1, (config.steps - step) / decay_steps)  # 1, then linearly down to 0
+    elif config.schedule == "constant":
+        height = 1
     else:
-        height = 1  # constant
+        raise ValueError(f"--schedule {config.schedule} has no branch in learning_rate")
     return config.learning_rate * (config.decay_to + (1 - config.decay_to) * height)
 
 
@@ -250,7 +252,7 @@ def record_start(run: Run, saved: dict, figures: str):
         f"speed-ups: {', '.join(speed_ups) or 'none'}{figures}",
         f"step: {config.batch_tokens:,} tokens, {size} ranks x {config.num_micro_batches(size)}"
         f" passes x {loader.B} x {loader.T}",
-        *flags.changes(saved, now),
+        *(flags.changes(saved, now) if saved else ()),
     ]
     if num_epochs > 5:
         lines.append(f"{num_epochs:.0f} epochs may be too many: watch the validation loss")
