@@ -264,8 +264,9 @@ def write_synced(path: Path, contents: Iterable[bytes]):
         os.fsync(file.fileno())
 
 
-def find_tokenizer(name: str) -> Tokenizer | None:
-    """Return --tokenizer, or None for bpe. Raise UserError if there is none."""
+def existing_tokenizer(name: str) -> Tokenizer | None:
+    """Return --tokenizer, or None for bpe, which is yet to be trained. Raise UserError if there is
+    none."""
     if name == "bpe":
         return None
     if name == "bytes":
@@ -282,7 +283,7 @@ def find_tokenizer(name: str) -> Tokenizer | None:
 def write_folder(folder: Path, reader: Reader, num_files: int, config: PrepareConfig) -> dict:
     """Write tokenizer and shards into folder, and return what the manifest says of them. The text
     of the first num_files files is for training, and for validation, too, if there are no more."""
-    tokenizer, divided = find_tokenizer(config.tokenizer), None
+    tokenizer, divided = existing_tokenizer(config.tokenizer), None
     if not tokenizer:
         divided = divide(reader, num_files, config)
         tokenizer = train_tokenizer(divided[1], config.vocab_size)
