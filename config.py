@@ -163,7 +163,7 @@ def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
         # As words of a command line, they are checked as what is typed.
         words = [f"--{name}={value}" for name, value in saved.items()]
         return typed, parser.parse(words) | {"machine": machine}
-    except (OSError, ValueError, AttributeError, UserError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
         raise UserError(f"{file} is not a run's config.json: {error}") from error
 
 

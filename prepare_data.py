@@ -9,7 +9,6 @@ skipped or assumed is said at the end. The folder appears when it is complete; w
 begins anew.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -69,9 +68,11 @@ class PrepareConfig:
 
 def standard_library() -> list[str]:
     """Return the standard library's .py files: 30 MB that every machine has."""
-    folder = sysconfig.get_path("stdlib")
-    names = sorted(glob.glob("**/*.py", root_dir=folder, recursive=True))
-    return [os.path.join(folder, name) for name in names if "-packages" not in name]  # pip's
+    files: list[str] = []
+    for folder, names, children in os.walk(sysconfig.get_path("stdlib")):
+        names[:] = [name for name in names if not name.endswith("-packages")]  # installed by pip
+        files += [os.path.join(folder, child) for child in children if child.endswith(".py")]
+    return sorted(filter(os.path.isfile, files))
 
 
 # ---- Text ----------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ def existing_tokenizer(name: str) -> Tokenizer | None:
     checkpoints = sorted(Path(name).glob("step_*/vocab.json"))  # of a run
     tokenizer = read_tokenizer(checkpoints[-1].parent if checkpoints else Path(name))
     if not tokenizer:
-        raise UserError(f"--tokenizer {name} is not bpe, bytes, gpt2 or a folder with vocab.json")
+        raise UserError(f"--tokenizer {name} holds no vocab.json and merges.txt")
     return tokenizer
 
 
@@ -364,6 +365,8 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
     config = PrepareConfig(**typed)
     if "vocab_size" in typed and config.tokenizer != "bpe":
         raise UserError(f"--vocab-size {config.vocab_size} needs --tokenizer bpe")
+    if config.tokenizer not in ("bpe", "bytes", "gpt2") and not Path(config.tokenizer).is_dir():
+        raise UserError(f"--tokenizer {config.tokenizer} is not bpe, bytes, gpt2 or a folder")
     if inputs and not config.data_dir:
         raise UserError("--input needs --data-dir, for example --data-dir data/book")
     if not inputs and val_inputs:

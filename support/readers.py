@@ -191,7 +191,7 @@ class Unpacked(io.BufferedIOBase):
     def unpack(self, path: str, new_stream: Callable) -> Iterator[bytes]:
         stream: Any = None
         with open(path, "rb") as file:
-            while data := file.read(4096):  # which may hold a thousand times as much
+            while data := file.read(4096):  # which may hold far more
                 if not stream:
                     data = data.lstrip(b"\0")
                 while data:
@@ -214,7 +214,7 @@ def examine(path: str, encoding: str) -> tuple[str, str]:
     with opened(path) as file:
         head = file.read1(BLOCK)
         what = next((what for start, what in NO_TEXT.items() if head.startswith(start)), "")
-        if what or not head or head in MARKS:
+        if what or not head or (head in MARKS and not file.read1()):
             return "", what or "empty"
         found = encoding or next((MARKS[mark] for mark in MARKS if head.startswith(mark)), "")
         if b"\0" in head and not found.lower().startswith(("utf-16", "utf-32")):
@@ -300,15 +300,17 @@ def json_lines(lines: Iterable[str], fields: list[str]) -> Iterator[tuple[str, A
 
 def json_values(stream: io.TextIOWrapper, fields: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the objects in lines, the elements of an array, or an object. An array is in memory."""
-    first = stream.readline()
-    lines: Iterable[str] = chain([first], stream)
-    if not isinstance(parsed(first, fields), dict):
-        lines = [*lines]
-        value = parsed("".join(lines), fields)
-        if not isinstance(value, Bad):
-            values = value if isinstance(value, list) else [value]
-            return ((f"element {number}", element) for number, element in enumerate(values, 1))
-    return json_lines(lines, fields)
+    text = stream.readline()
+    value = parsed(text, fields)
+    if isinstance(value, dict):
+        return json_lines(chain([text], stream), fields)
+    if rest := stream.read():
+        text += rest
+        value = parsed(text, fields)
+    if isinstance(value, Bad):
+        return json_lines(io.StringIO(text, newline=""), fields)
+    values = value if isinstance(value, list) else [value]
+    return ((f"element {number}", element) for number, element in enumerate(values, 1))
 
 
 def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
@@ -320,27 +322,29 @@ def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterat
     # Without strict, "Hello," he said would lose its quotes.
     reader = csv.reader(chain([line], stream), delimiter=delimiter, strict=True)
     header = next(reader)
+    columns = [i for name in fields for i, cell in enumerate(header) if cell == name]
     if any(header.count(name) > 1 for name in fields):
         raise ValueError(f"two of its columns have the name {fields[0]}")
-    columns = [header.index(name) for name in fields if name in header]
-    while True:
+    row: list[str] | None = header
+    while row is not None:
+        place = f"line {reader.line_num + 1}"
         try:
-            for row in filter(None, reader):  # an empty line is no record
-                if len(row) != len(header):
-                    yield f"line {reader.line_num}", Bad("it has not as many cells as the header")
-                else:
-                    text = row[columns[0]] if columns else dict.fromkeys(header)
-                    yield f"line {reader.line_num}", text
-            return
+            row = next(reader, None)
         except csv.Error:
-            yield f"line {reader.line_num}", Bad("no valid row of a table")
+            yield place, Bad("no valid row of a table")
+            continue
+        if row and len(row) != len(header):
+            yield place, Bad("it has not as many cells as the header")
+        elif row:  # an empty line is no record
+            yield place, row[columns[0]] if columns else dict.fromkeys(header)
 
 
 def parquet_rows(path: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
-    columns = [name for name in fields if name in file.schema_arrow.names][:1] or None
+    columns = [name for name in fields if name in file.schema_arrow.names][:1]
     batches = file.iter_batches(64, columns=columns)
-    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    no_text = dict.fromkeys(file.schema_arrow.names)
+    rows = chain.from_iterable(b.to_pylist() if columns else [no_text] * len(b) for b in batches)
     return ((f"row {number}", record) for number, record in enumerate(rows, 1))

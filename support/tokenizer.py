@@ -109,11 +109,14 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
         else:
             return None
         settings = read_json(folder / "tokenizer_config.json")
-        settings |= read_json(folder / "special_tokens_map.json")
         if settings.get("add_prefix_space"):
             raise ValueError("add_prefix_space")
-        end = settings.get("eos_token") or END_OF_TEXT
-        return Tokenizer(vocab, merges, end["content"] if isinstance(end, dict) else end)
+        end = END_OF_TEXT
+        for content in (read_json(folder / "special_tokens_map.json"), settings):
+            found = content.get("eos_token")
+            found = found["content"] if isinstance(found, dict) else found
+            end = found if found in vocab else end
+        return Tokenizer(vocab, merges, end)
     except Exception as error:  # the files may hold anything
         text = f"the tokenizer in {folder} is not a byte-level BPE"
         raise UserError(f"{text}: {error!r:.200}") from error

@@ -59,6 +59,7 @@ def test_spellings():
 WRONG = {  # and a word that the line must have
     "--step 3": "--step",  # no abbreviations
     "--config typo.json": "stesp",
+    "--config list.json": "list.json",
     "--model gpt3": "gpt3",
     "--prompt \udcff": "UTF-8",
     "--learning-rate nan": "--learning-rate nan",
@@ -74,11 +75,12 @@ WRONG = {  # and a word that the line must have
 def test_mistakes(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("typo.json").write_text('{"stesp": 3}')
+    Path("list.json").write_text("[1]")
     # torch's @record, around it, needs a stderr with a number
     assert inspect.unwrap(train_gpt2.main)(line.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and WRONG[line] in err
-    assert os.listdir() == ["typo.json"]
+    assert sorted(os.listdir()) == ["list.json", "typo.json"]
 
 
 # ---- resolve, rule by rule -----------------------------------------------------------------------

@@ -129,7 +129,8 @@ def test_any_number_of_workers(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data, "SAMPLE", 200_000)  # of 460,000 characters
     flags = ["--shard-tokens=20011", "--val-fraction=0.3"]
     flags += ["--input", tmp_path / "a.jsonl", PROGRAM, "--tokenizer"]
-    for workers in "123":
+    for workers, kept in zip("123", (0, 200_000, 1 << 27), strict=True):  # bytes of text in memory
+        monkeypatch.setattr(prepare_data, "KEPT", kept)
         assert prepare(tmp_path / workers, *flags, tokenizer, "--workers", workers) == 0
     folder = tmp_path / "1"
     assert content(folder) == content(tmp_path / "2") == content(tmp_path / "3")
