@@ -148,7 +148,7 @@ FIRST_RUN = {"batch_tokens": 65_536, "steps": 240}
 
 def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
     """Return the flags that were typed, by name, and those in the file of --config."""
-    for name, recipe in RECIPES.items():
+    for name, recipe in (RECIPES | {"gpt2 --init-from": FINETUNE}).items():
         doc += f"\n--model {name}: {recipe}"
     parser = Parser(TrainConfig, doc)
     parser.add_argument("--config", help="a run's config.json: take its flags, where none is typed")
@@ -192,12 +192,10 @@ def changes(saved: dict, now: dict) -> list[str]:
     return lines
 
 
-def resolve(  # noqa: C901  # one rule after the other
-    typed: dict, saved: dict, weights: Any, world: Any
-) -> TrainConfig:
+def resolve(typed: dict, saved: dict, weights: Any, world: Any) -> TrainConfig:  # noqa: C901
     """Return a run's flags: what was typed; else what is `saved` in the file of --config or in the
     checkpoint that is resumed; else what the rules below say about this World's device, the Weights
-    of --init-from, if any, and the model. Raise UserError if flags contradict each other."""
+    to start from, if any, and the model. Raise UserError if flags contradict each other."""
     import torch
 
     given = saved | typed

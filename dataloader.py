@@ -9,7 +9,7 @@ A shard is a file of little-endian uint16 tokens in one of three formats:
 import hashlib
 import json
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -56,7 +56,10 @@ def open_shard(path: Path, max_id: int = 65535) -> Shard:
     if header[:2] == [MAGIC, VERSION]:
         offset, num_tokens = 1024, sum(header[2:])
     elif path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r")  # never a pickle, which needs allow_pickle
+        try:
+            array = np.load(path, mmap_mode="r")  # never a pickle, which needs allow_pickle
+        except Exception as error:  # numpy parses the header as Python
+            raise ShardError(f"{path} is not a whole .npy file: {error}") from error
         if array.dtype != TOKEN or array.ndim != 1:
             raise ShardError(f"{path} holds {array.dtype} {array.shape}, not a row of uint16")
         offset, num_tokens = array.offset, len(array)
@@ -91,6 +94,8 @@ def open_folder(folder: Path) -> TokenFolder:
     try:
         data = open_prepared(folder) if (folder / MANIFEST).exists() else open_others(folder)
     except Exception as error:  # a file is missing or damaged; the manifest may hold anything
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise  # an error of the disk
         text = f"{name} can't be read ({error}): make it with prepare_data.py --input TEXT {name}"
         raise ShardError(text) from error
     if not data.train or not data.val:
@@ -175,7 +180,6 @@ class ShardLoader:
     num_ranks: int = 1
     seed: int | None = None
     position: int = 0  # sequences dealt out so far, over all ranks
-    prefetched: dict[range, tuple] = field(default_factory=dict)  # the batch that prefetch read
 
     def __post_init__(self):
         # The number of each shard's first sequence. The - 1 is for the target of the last token.
@@ -201,6 +205,7 @@ class ShardLoader:
             start = min(start, self.shards[i].num_tokens - self.T - 1)
         return self.shards[i].read(start, self.T + 1)
 
+    @lru_cache(maxsize=1)  # noqa: B019  # keeps what prefetch has read
     def batch(self, numbers: range) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of these sequences, (len(numbers), T) int64 each."""
         rows = np.stack([self[n] for n in numbers])  # (len(numbers), T + 1)
@@ -208,15 +213,11 @@ class ShardLoader:
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """Return this rank's next inputs and targets, (B, T) int64 each."""
-        numbers = self.next_numbers()
+        batch = self.prefetch()
         self.position += self.num_ranks * self.B
-        return self.prefetched.pop(numbers, None) or self.batch(numbers)
+        return batch
 
-    def next_numbers(self) -> range:
+    def prefetch(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what next_batch will, which need not read it then. For while a GPU is busy."""
         first = self.position + self.rank * self.B
-        return range(first, first + self.B)
-
-    def prefetch(self):
-        """Read the next batch now, while the GPU is busy."""
-        numbers = self.next_numbers()
-        self.prefetched = {numbers: self.batch(numbers)}
+        return self.batch(range(first, first + self.B))

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     with suppress(UserError):  # main() reports it
-        flags.read_flags(sys.argv[1:], __doc__)  # answers --help, before torch is imported
+        flags.read_flags(sys.argv[1:], __doc__ or "")  # answers --help, before torch is imported
 
 import math
 import time
@@ -174,16 +174,15 @@ class Run:
     def read(self, typed: dict, saved: dict, out_dir: Path | None) -> tuple:
         """Read all inputs. Return the config, the flags that are given, and the state of the run in
         out_dir, if any. Raise UserError or ShardError if they don't fit together."""
-        world = self.world
         state: dict = {}
         source = (saved | typed).get("init_from")
         if out_dir:
             source, state = checkpoint.load_newest(out_dir)
             saved = state["flags"]
             flags.check_fixed(typed, saved)
-        taken = flags.to_take(saved, device.device_name(world.device))
+        taken = flags.to_take(saved, device.device_name(self.world.device))
         self.weights = checkpoint.find_weights(str(source)) if source else None
-        config = flags.resolve(typed, taken, self.weights, world)
+        config = flags.resolve(typed, taken, self.weights, self.world)
         flags.make_python_source(Path(config.data_dir))
         self.data = data = open_folder(Path(config.data_dir))
         if state and state["data"] != data.fingerprint:
@@ -194,11 +193,11 @@ class Run:
             vocab_size = self.weights.shape.vocab_size
         elif config.model != "nano" and data.folder.name.startswith("stdlib-"):
             vocab_size = GPT2_TOKENS  # to have GPT-2's size and speed
-        self.shape = GPTConfig(vocab_size, **config.fields_of(GPTConfig))
         seed = config.seed if config.shuffle else None
         B, T = config.micro_batch_size, config.seq_len
-        self.loader = ShardLoader(data.train, B, T, world.rank, world.size, seed)
+        self.loader = ShardLoader(data.train, B, T, self.world.rank, self.world.size, seed)
         self.val_loader = ShardLoader(data.val, B, T)
+        self.shape = GPTConfig(vocab_size, **config.fields_of(GPTConfig))
         self.tokenizer = find_tokenizer(data.folder, data.tokenizer)  # None if it is not here
         self.questions = evaluate.open_questions(config.hellaswag, self.tokenizer, vocab_size)
         if config.wandb:

@@ -85,13 +85,16 @@ def make_folder(name: str) -> Path:
         with suppress(FileExistsError):  # another run may just have taken it
             Path(f"out/{number:03d}").mkdir(parents=True)
             name = f"out/{number:03d}"
-    Path(name).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out-dir {name} can't be made: {error}") from error
     return lock(Path(name))
 
 
 def lock(out_dir: Path) -> Path:
     """Lock a run's folder until this process ends, remove what a run that died left, return it."""
-    file_lock = FileLock(out_dir / ".lock")
+    file_lock = FileLock(out_dir / ".lock", is_singleton=True)
     atexit.register(file_lock.release)  # which also keeps it alive until then
     try:
         file_lock.acquire(blocking=False)

@@ -55,7 +55,7 @@ def program(main: Callable[[list[str]], None]) -> Callable[[list[str]], int]:
             return 0
         except (RunError, OSError, FloatingPointError) as error:  # the last if logits overflow
             return report(error)
-        except ImportError as error:  # of an optional library
+        except ModuleNotFoundError as error:  # an optional library
             return report(UserError(f"{error.name} is missing: pip install {error.name}"))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -77,7 +77,7 @@ def show(text: str, end: str = "\n"):
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line of a dataclass. Raises UserError where argparse would end the program."""
+    """The command line of a dataclass. Raises UserError where argparse would print and exit."""
 
     def __init__(self, kind: type, doc: str, names: tuple[str, ...] = ()):
         """Add the flags of a class, or those in names. --help begins with doc."""

@@ -27,8 +27,7 @@ class Log:
         self.file.seek(0)
         if self.file.read()[-1:] not in (b"", b"\n"):  # a kill has cut the last line
             self.file.write(b"\n")
-        # disable=None: no bar unless stderr is a terminal
-        disable = None if is_main else True
+        disable = not is_main or None  # None: unless stderr is a terminal
         self.bar = tqdm(total=flags["steps"], initial=step, leave=False, disable=disable)
 
     def record(self, text: str = "", **fields):
@@ -71,7 +70,7 @@ def draw(out_dir: Path):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.8), layout="constrained")
-    axes = figure.add_subplot(title=out_dir, xlabel="step", ylabel="loss (nats per token)")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     records = read_log(out_dir)  # by step, what a resume has repeated counts once
     for name, label, size in (("loss", "training", 2), ("val_loss", "validation", 6)):
         by_step = {record["step"]: record[name] for record in records if name in record}
