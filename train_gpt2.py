@@ -411,7 +411,7 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
         run.log.record(f"{after} {evaluate.format_metrics(figures)}", step=run.step, **figures)
     if text:
         run.log.record(f"sample {after}\n{text}", step=run.step, sample=text)
-    if world.is_main:
+    if world.is_main and run.step:  # importing matplotlib would delay the first step
         draw(run.out_dir)
     return False
 
