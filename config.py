@@ -220,8 +220,10 @@ def resolve(typed: dict, saved: dict, weights: Any, world: Any) -> TrainConfig: 
         chosen["compile"] = False
     if flags["fp16"]:
         chosen["bf16"] = False
-    if flags["init_from"]:
-        chosen.update(FINETUNE_NANO if is_nano else FINETUNE)
+    if flags["init_from"] and is_nano:  # the weights may have more positions than its batch
+        chosen.update(FINETUNE_NANO, batch_tokens=max(flags["batch_tokens"], flags["seq_len"]))
+    elif flags["init_from"]:
+        chosen.update(FINETUNE)
     elif not flags["data_dir"]:
         chosen.update({} if is_nano else FIRST_RUN, prompt="def ")
     if not flags["data_dir"]:  # Python's source as tokens of the weights, or of its own

@@ -172,8 +172,9 @@ class Run:
         record_start(self, state.get("flags", {}), figures)
 
     def read(self, typed: dict, saved: dict, out_dir: Path | None) -> tuple:
-        """Read all inputs. Return the config, the flags that are given, and the state of the run in
-        out_dir, if any. Raise UserError or ShardError if they don't fit together."""
+        """Read all inputs, and keep what a run needs of them. Return the config, the flags that are
+        given, and the state of the run in out_dir, if any. Raise UserError or ShardError if they
+        don't fit together."""
         state: dict = {}
         source = (saved | typed).get("init_from")
         if out_dir:
@@ -291,7 +292,7 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
     # Dropout depends on (seed, step, rank), so there is no generator state to save and restore.
     torch.manual_seed(evaluate.random_seed(config.seed, run.step, world.rank))
 
-    votes = torch.zeros(3, device=world.device)  # loss, norm of the gradient, whether to stop
+    shared = torch.zeros(3, device=world.device)  # loss, norm of the gradient, whether to stop
     for i in range(num_micro_batches):
         x, y = device.to_device(run.loader.next_batch(), world.device)
         # DDP averages the gradients during backward, but only the last micro-batch needs this. DDP
@@ -301,18 +302,18 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
                 # Divide, because backward adds up the gradients of all micro-batches.
                 loss = run.net(x, y) / num_micro_batches
             run.scaler.scale(loss).backward()
-        votes[0].add_(loss.detach())
+        shared[0].add_(loss.detach())
     run.loader.prefetch()  # while the GPU computes
 
     # With --fp16, the gradients are scaled up. Undo the scaling before taking their norm.
     run.scaler.unscale_(run.optimizer)
     # Log the norm even with --grad-clip 0: a jump in it often precedes divergence.
-    votes[1] = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
-    votes[2] = bool(stop)
+    shared[1] = nn.utils.clip_grad_norm_(run.model.parameters(), config.grad_clip or math.inf)
+    shared[2] = bool(stop)
 
     # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
     # sum, so every rank sees them. Only tolist() makes a step wait for the device.
-    mean_loss, mean_norm, stop_share = (vote / world.size for vote in world.sum(votes).tolist())
+    mean_loss, mean_norm, stop_share = (x / world.size for x in world.sum(shared).tolist())
 
     # With --fp16 an overflow is normal: there is no update, and the scaler halves its scale.
     may_overflow = config.fp16 and run.scaler.get_scale() > 1

@@ -229,9 +229,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]):
-    """Load what optimizer_tensors() returned. Raise UserError if a tensor is missing or has another
-    shape."""
-    if not tensors:  # as long as float16 overflows
+    """Load what optimizer_tensors() returned, from all tensors of a checkpoint. Raise UserError if
+    they are not those that the optimizer makes: a fused kernel would write beyond their memory."""
+    saved = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
+    if not saved:  # as long as float16 overflows
         return
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # each step of the training sets it
@@ -239,10 +240,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
             p.grad = torch.zeros_like(p)
     optimizer.step()  # makes the tensors, and changes no weight
     optimizer.zero_grad(set_to_none=True)
-    for name, tensor in optimizer_tensors(optimizer).items():
-        if name not in tensors or tensors[name].shape != tensor.shape:
+    made = optimizer_tensors(optimizer)
+    for name in sorted(made.keys() | saved.keys()):
+        if name not in made or name not in saved or made[name].shape != saved[name].shape:
             raise UserError(f"the checkpoint is of another optimizer: it differs in {name}")
-        tensor.copy_(tensors[name])
+        made[name].copy_(saved[name])
 
 
 # ---- Hugging Face's GPT-2 ------------------------------------------------------------------------

@@ -102,15 +102,17 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: list[str]) -> dict[str, Any]:
         """Return what was typed, by field name. Raise UserError if a flag is wrong."""
+        switches = [spell(f.name) for f in self.flags if f.type is bool]
         words = []
         for arg in argv:
             if arg.encode(errors="replace").decode() != arg:  # log and checkpoints hold UTF-8
                 raise UserError(f"{arg!a} is not UTF-8 text")
             name, equals, value = arg.partition("=")
             if name.startswith("--"):  # nanoGPT's --batch_size and --compile=False work, too
-                arg = name.replace("_", "-") + equals + value
-                if value in ("True", "False"):
-                    arg = spell(name[2:], value == "True")
+                name = name.replace("_", "-")
+                arg = name + equals + value
+            if name in switches and value in ("True", "False"):
+                arg = spell(name[2:], value == "True")
             words.append(arg)
         typed = vars(self.parse_args(words))
         for f in self.flags:

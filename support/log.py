@@ -27,7 +27,7 @@ class Log:
         self.file.seek(0)
         if self.file.read()[-1:] not in (b"", b"\n"):  # a kill has cut the last line
             self.file.write(b"\n")
-        disable = not is_main or None  # None: unless stderr is a terminal
+        disable = None if is_main else True  # None: no bar unless stderr is a terminal
         self.bar = tqdm(total=flags["steps"], initial=step, leave=False, disable=disable)
 
     def record(self, text: str = "", **fields):

@@ -157,13 +157,13 @@ def test_older_card_and_no_triton(monkeypatch, gpu):
 
 def test_init_from():
     for name, shape, model in (
-        ("bytes", GPTConfig(257, n_layer=2, n_head=2, n_embd=64, seq_len=2048), "nano"),
+        ("bytes", GPTConfig(257, n_layer=2, n_head=2, n_embd=64, seq_len=4096), "nano"),
         ("bpe-0123", GPTConfig(n_layer=6, n_head=6, n_embd=384, seq_len=256), "nano"),
         ("gpt2", GPTConfig(pad_vocab=False), "gpt2"),
     ):
         weights = Weights(Path("w"), shape, name)
         config = resolved("--init-from w", weights=weights)
-        assert config.model == model
+        assert config.model == model and config.batch_tokens >= config.seq_len
         assert config.fields_of(GPTConfig) | {"vocab_size": shape.vocab_size} == asdict(shape)
         assert config.learning_rate == (1e-3 if model == "nano" else 3e-5) and not config.muon
         assert config.data_dir == f"data/stdlib-{name.partition('-')[0]}"
