@@ -88,9 +88,7 @@ class Reader:
                     for number, piece in enumerate(pieces(text)):
                         try:
                             piece.encode()
-                        except (
-                            UnicodeEncodeError
-                        ):  # half a surrogate pair in JSON, which is no text
+                        except UnicodeEncodeError:  # half a surrogate pair in JSON: no text
                             pair = piece.encode("utf-16", "surrogatepass")
                             piece = pair.decode("utf-16", "replace")
                         if "\ufffd" in piece:
