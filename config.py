@@ -16,7 +16,8 @@ from support.cli import Parser, UserError, flag, spell
 
 # Layers and channels: Radford et al. 2019, table 2. Heads: OpenAI's released models. Learning rates
 # and batch sizes are those of GPT-3 models of similar size (Brown et al. 2020, table 2.1). Those of
-# nano were chosen by its validation loss in the time of 700 steps.
+# nano were chosen by its validation loss in the time of 700 steps. Rates are AdamW's: resolve has
+# Muon's.
 RECIPES: dict[str, dict] = {
     "gpt2": {},  # 124M parameters
     "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024, "learning_rate": 3e-4},  # 355M
@@ -52,7 +53,7 @@ class TrainConfig:
     data_dir: str = flag("", "token shards (default: the run's, or Python's source)", group="data")
     shuffle: bool = flag(True, "reorder the sequences in each epoch", fixed=True)
     seq_len: int = flag(1024, "tokens per sequence", fixed=True, min=1)
-    batch_tokens: int = flag(2**19, "tokens per step, over all ranks (first run: 65536)", min=1)
+    batch_tokens: int = flag(2**19, "tokens per step (default: 524288; first run: 65536)", min=1)
     # 20 batches, as in build-nanogpt's published curve.
     eval_tokens: int = flag(10_485_760, "validation tokens (fewer without a GPU); 0: none")
 
@@ -61,16 +62,16 @@ class TrainConfig:
     n_embd: int = flag(768, "channels of the residual stream", fixed=True, min=1)
     dropout: float = flag(0.0, "probability of zeroing an activation", max=0.99)
 
-    steps: int = flag(50, "steps (gpt2 without --data-dir: 240)", min=1, group="optimization")
+    steps: int = flag(50, "steps (default: 50; first run: 240)", min=1, group="optimization")
     # 375 million tokens, as in GPT-3.
-    warmup_steps: int = flag(715, "steps of linear warm-up; by default at most steps / 5")
-    learning_rate: float = flag(6e-4, "peak learning rate (Muon's default: by --n-embd)")
+    warmup_steps: int = flag(715, "linear warm-up (default: 715, at most steps / 5)")
+    learning_rate: float = flag(6e-4, "peak learning rate (default: by model; Muon's: by width)")
     schedule: str = flag("cosine", "learning rate after the warm-up", choices=SCHEDULES)
     decay_to: float = flag(0.1, "final rate of cosine and wsd, as a fraction of the peak", max=1)
     decay_share: float = flag(0.2, "wsd: the final decay, as a fraction of the steps", max=1)
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
-    beta1: float = flag(0.9, "AdamW's beta1 (0.8 with --muon); beta2 is 0.95", max=0.999)
+    beta1: float = flag(0.9, "AdamW's; beta2 is 0.95 (default: 0.9; with --muon 0.8)", max=0.999)
     muon: bool = flag(True, "Muon for the matrices of new weights; --no-muon: AdamW", fixed=True)
 
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")
@@ -133,7 +134,7 @@ class TrainConfig:
 
 
 DEFAULTS = {f.name: f.default for f in fields(TrainConfig)}
-OF_COMMAND = ("out_dir", "resume", "auto_resume", "device", "max_hours")  # no run keeps these
+NOT_SAVED = ("out_dir", "resume", "auto_resume", "device", "max_hours")
 SPEED_UPS = ("tf32", "bf16", "compile", "flash", "fused", "bf16_residual", "fp16")
 # Flags that may change the last bits of a result, but not what is computed.
 INEXACT = (*SPEED_UPS, "micro_batch_size", "recompute", "loss_chunk_tokens", "deterministic")
@@ -169,7 +170,7 @@ def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
 
 def to_save(config: TrainConfig, machine: dict) -> dict:
     """Return what a run's config.json and its checkpoints keep: its flags, and the machine."""
-    flags = {name: value for name, value in asdict(config).items() if name not in OF_COMMAND}
+    flags = {name: value for name, value in asdict(config).items() if name not in NOT_SAVED}
     return flags | {"machine": machine}
 
 
@@ -177,7 +178,7 @@ def to_take(saved: dict, device_name: str) -> dict:
     """Return the saved flags that a run takes over: on another device not the speed-ups, which are
     chosen anew."""
     has_moved = saved.get("machine", {}).get("device", device_name) != device_name
-    left_out = ("machine", *OF_COMMAND, *(SPEED_UPS if has_moved else ()))
+    left_out = ("machine", *NOT_SAVED, *(SPEED_UPS if has_moved else ()))
     return {name: value for name, value in saved.items() if name not in left_out}
 
 
@@ -205,7 +206,8 @@ def resolve(typed: dict, saved: dict, weights: Any, world: Any) -> TrainConfig: 
     model = given.get("model", "nano" if is_small else "gpt2")
     is_nano = model == "nano"
     chosen: dict = {"model": model}  # by the rules
-    flags = ChainMap(given, chosen, shape, RECIPES[model], DEFAULTS)  # the first that has a flag
+    # The first that has a flag decides. A rule below also sees what those above it have chosen.
+    flags = ChainMap(given, chosen, shape, RECIPES[model], DEFAULTS)
     for name, value in shape.items():
         is_shorter = name == "seq_len" and flags[name] < value  # positions may go unused
         if flags[name] != value and name != "pad_vocab" and not is_shorter:
@@ -245,11 +247,12 @@ def resolve(typed: dict, saved: dict, weights: Any, world: Any) -> TrainConfig: 
         # With 124M, 8192 tokens take half a minute on a CPU, and all of them would take hours.
         size = flags["n_embd"] * (12 * flags["n_layer"] * flags["n_embd"] + GPT2_TOKENS)
         chosen["eval_tokens"] = 8192 * max(1, 124_000_000 // size)
-    # Not with --init-from: float32 training can yield values to which bfloat16 adds inaccurately.
+    # Not with --init-from: activations of weights trained in float32 can be large, and bfloat16
+    # then rounds away what is added to them.
     if on_gpu and not is_nano and flags["bf16"] and not flags["init_from"]:
         chosen["bf16_residual"] = True
     if not typed.get("micro_batch_size"):
-        given["micro_batch_size"] = first_micro_batch(flags, world)
+        given["micro_batch_size"] = first_micro_batch(flags, world)  # instead of the saved one
     config = TrainConfig(**{name: flags[name] for name in DEFAULTS})
     config.num_micro_batches(world.size)  # raises if it is not whole
     return config

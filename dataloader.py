@@ -57,7 +57,7 @@ def open_shard(path: Path, max_id: int = 65535) -> Shard:
     """Return the shard in a file. Raise ShardError if it is missing or incomplete."""
     if not path.is_file():
         raise ShardError(f"{path} is missing: copy it again")
-    header = np.fromfile(path, "<i4", 3).tolist()  # fewer numbers if the file ends before
+    header = np.fromfile(path, "<i4", 3).tolist()  # fewer numbers if the file is shorter
     if header[:2] == [MAGIC, VERSION]:
         offset, num_tokens = 1024, sum(header[2:])
     elif path.suffix == ".npy":
@@ -90,12 +90,12 @@ class TokenFolder:
 
 def open_folder(folder: Path) -> TokenFolder:
     """Return a folder's shards. Those of another program, which come without a manifest, are
-    taken for GPT-2's tokens. Raise ShardError if a split has no shards."""
+    assumed to be GPT-2's tokens. Raise ShardError if a split has no shards."""
     name = f"--data-dir {folder}"
     if not folder.is_dir():
         raise ShardError(f"{name} is not there: make it with prepare_data.py --input TEXT {name}")
     if (folder / "meta.pkl").exists():
-        raise ShardError(f"{name} is nanoGPT's by character: prepare it with --tokenizer bytes")
+        raise ShardError(f"{name} holds nanoGPT's characters: prepare it with --tokenizer bytes")
     if folder.suffix == ".tmp":
         raise ShardError(f"{name} is unfinished: repeat the prepare_data.py command that began it")
     try:
@@ -116,7 +116,7 @@ def open_prepared(folder: Path) -> TokenFolder:
     digest = hashlib.sha256()
     for split, shards in splits.items():
         for entry in manifest[split]["shards"]:
-            # by its name alone, so in no other folder
+            # Only by its name, so that a manifest can't point out of its folder.
             shard = open_shard(folder / Path(entry["name"]).name, int(entry["largest_id"]))
             if shard.num_tokens != entry["tokens"]:
                 raise ShardError(f"{shard.path} is not the shard that {MANIFEST} describes")

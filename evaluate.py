@@ -47,7 +47,7 @@ def validate(  # noqa: PLR0913
     of_rank = range(world.rank, num_sequences, world.size)
     batches = [of_rank[i : i + loader.B] for i in range(0, len(of_rank), loader.B)]
     # A forward pass without a backward one must be compiled apart, which takes 7 s on an H100: as
-    # long as it saves in some 200 batches, or a few validations of 64. But it needs less memory.
+    # long as it saves in some 200 batches, or a few validations of 64. But it takes less memory.
     is_short = len(batches) <= 64 and not config.recompute and not config.loss_chunk_tokens
     num_bytes = 0  # bytes of text in the targets
     loss_sum = torch.zeros(1, device=world.device)

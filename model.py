@@ -47,14 +47,14 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How the network is computed. Checkpoints do not depend on these settings."""
+    """How the network is computed. The format of checkpoints does not depend on these settings."""
 
     flash: bool = True  # speed-up 4
     dropout: float = 0.0  # probability of zeroing an activation during training
     bf16_residual: bool = False  # keep the residual stream in bfloat16, not in float32
     recompute: bool = False  # store only each block's input, and recompute the rest in backward
     loss_chunk_tokens: int = 0  # tokens per chunk of the loss; 0: all at once
-    compile: bool = False  # speed-up 3, of the caller; here for the chunks of the loss
+    compile: bool = False  # speed-up 3: the caller compiles the network, and GPT the chunked loss
 
 
 # These suit inputs whose length changes with each call. cuDNN is left out, because it spends
@@ -129,8 +129,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(compute.dropout)
 
     def forward(self, x: Tensor, cache: dict | None = None) -> Tensor:
-        # Autocast's layer norms return float32. DDP splits the compiled graph after them, so a cast
-        # in the next graph would write and read twice the bytes: 2.4 % of a step on an H100.
+        # Autocast's layer norms return float32. Cast here, because DDP splits the compiled graph
+        # after them: in the next graph, a cast would read twice the bytes, 2.4 % of an H100's step.
         x = x + self.drop(self.attn(self.ln_1(x).to(x.dtype), cache))
         return x + self.drop(self.mlp(self.ln_2(x).to(x.dtype)))
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from contextlib import suppress
 
-import config as flags
+import config as flags  # `config` is a run's TrainConfig
 from support.cli import RunError, UserError, report, spell
 
 if __name__ == "__main__":
@@ -21,8 +21,9 @@ if __name__ == "__main__":
     # rank's thread. torch reads this variable once, when it is imported.
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    with suppress(UserError):  # main() reports it
-        flags.read_flags(sys.argv[1:], __doc__ or "")  # answers --help, before torch is imported
+    # Answer --help before torch is imported. main() reads the flags again, and reports errors.
+    with suppress(UserError):
+        flags.read_flags(sys.argv[1:], __doc__ or "")
 
 import math
 import time
@@ -47,9 +48,9 @@ STARTED_AT = time.monotonic()
 
 # ---- The speed-ups of the lecture ----------------------------------------------------------------
 #
-# 1 TF32             set_backends, below         4 flash attention    flash_attention in model.py
-# 2 BF16 autocast    autocast in device.py       5 padded vocabulary  num_rows in model.py
-# 3 torch.compile    speed_up, below             6 fused AdamW        make_optimizer, below
+# 1 TF32           set_backends, below             4 flash attention    flash_attention in model.py
+# 2 BF16 autocast  autocast in support/device.py   5 padded vocabulary  num_rows in model.py
+# 3 torch.compile  speed_up, below                 6 fused AdamW        make_optimizer, below
 #
 # Gradient accumulation is in train_step, DDP in speed_up and train_step.
 
@@ -63,7 +64,8 @@ def set_backends(config: TrainConfig, world: World):
     if config.compile:
         # Up to 2.11, torch's cache of compiled code overlooks autocast's dtype (pytorch#181564).
         torch.compiler.config.cache_key_tag = config.dtype
-    if on_cpu and not config.recompute:  # which is for little memory: what is kept has gaps
+    # Memory that is kept becomes fragmented, and who uses --recompute has little of it.
+    if on_cpu and not config.recompute:
         device.keep_freed_memory()
 
 
@@ -75,7 +77,8 @@ def speed_up(model: GPT, config: TrainConfig, world: World) -> tuple[nn.Module, 
     net: nn.Module = model
     if config.compile:
         if world.device.type == "cuda":
-            # Compiling for each size would take half a minute; compiled code needs less memory.
+            # Try sizes before compiling, which would take half a minute for each. What fits now
+            # also fits when it is compiled, as that needs less memory.
             config = device.fit(model, config, world)
             if world.is_main:
                 print("compiling the network: half a minute the first time, 10 s after that")
@@ -117,12 +120,12 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if step < config.warmup_steps:
         # step + 1, because a rate of 0 would waste the first step
         return config.learning_rate * (step + 1) / config.warmup_steps
-    longest = config.steps - config.warmup_steps
+    remaining = config.steps - config.warmup_steps
     if config.schedule == "cosine":
-        progress = (step - config.warmup_steps) / longest  # 0 .. 1
+        progress = (step - config.warmup_steps) / remaining  # 0 .. 1
         height = 0.5 * (1 + math.cos(math.pi * progress))  # 1 .. 0
     elif config.schedule == "wsd":
-        decay_steps = max(1, min(round(config.decay_share * config.steps), longest))
+        decay_steps = max(1, min(round(config.decay_share * config.steps), remaining))
         height = min(1, (config.steps - step) / decay_steps)  # 1, then linearly down to 0
     elif config.schedule == "constant":
         height = 1
@@ -135,21 +138,22 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 class Run:
-    """The run of this process, which begins or goes on in the same way on every rank."""
+    """All that training needs, for a new run or a resumed one."""
 
     def __init__(self, typed: dict, saved: dict, world: World):
         """Get ready to train. `saved` are the flags in the file of --config. What may fail on a
-        single rank is called by `together`, so that all ranks end."""
+        single rank goes through world.together, which raises the error on all of them, so that
+        none waits for a rank that has ended."""
         self.world = world
         self.machine = device.machine(world)  # what affects the bits besides the flags
-        self.step = self.old_end = 0  # steps done, and --steps of the process before
+        self.step = self.previous_end = 0  # steps done, and --steps of the process before
         self.val_losses: dict[int, float] = {}  # by step
         out_dir = world.on_main(checkpoint.find_run, typed)  # None for a new run
         config, given, state = world.together(self.read, typed, saved, out_dir)
         what = config, self.data.fingerprint, state.get("step")
         world.check_same("the flags, data or checkpoint", what)
 
-        config, figures = device.choose(config, given, world)
+        config, measured = device.choose(config, given, world)
         set_backends(config, world)
         # With the same seed, every rank draws the same initial weights.
         model = GPT(self.shape, ComputeConfig(**config.fields_of(ComputeConfig)), config.seed)
@@ -169,7 +173,7 @@ class Run:
             out_dir = world.on_main(checkpoint.make_folder, config.out_dir)
         self.out_dir = out_dir
         self.log = Log(out_dir, vars(config), self.step, world.is_main)
-        record_start(self, state.get("flags", {}), figures)
+        record_start(self, state.get("flags", {}), measured)
 
     def read(self, typed: dict, saved: dict, out_dir: Path | None) -> tuple:
         """Read all inputs, and keep what a run needs of them. Return the config, the flags that are
@@ -178,7 +182,7 @@ class Run:
         state: dict = {}
         source = (saved | typed).get("init_from")
         if out_dir:
-            source, state = checkpoint.load_newest(out_dir)
+            source, state = checkpoint.load_newest(out_dir)  # so weights are loaded in one way
             saved = state["flags"]
             flags.check_fixed(typed, saved)
         taken = flags.to_take(saved, device.device_name(self.world.device))
@@ -219,8 +223,9 @@ class Run:
         }
 
     def restore(self, state: dict):
-        """Take over what state() returned. Its flags and data have been used before."""
-        self.step, self.old_end = state["step"], state["flags"]["steps"]
+        """Take over what state() returned, but for its flags and data, which read() has used. The
+        weights have been loaded like those of --init-from."""
+        self.step, self.previous_end = state["step"], state["flags"]["steps"]
         self.loader.position = state["position"]
         checkpoint.load_optimizer(self.optimizer, state["tensors"])
         if state["scaler"]:
@@ -228,9 +233,9 @@ class Run:
         self.val_losses = {int(step): loss for step, loss in state["val_losses"].items()}
 
 
-def record_start(run: Run, saved: dict, figures: str):
-    """Write config.json and the first record of the log, and print what this run is, what was
-    measured for it, and what has changed since the checkpoint whose flags are `saved`."""
+def record_start(run: Run, saved: dict, measured: str):
+    """Write config.json and the first record of the log, and print what this run is, how its
+    speed-ups were measured, and what has changed since the checkpoint whose flags are `saved`."""
     config, data, machine, loader = run.config, run.data, run.machine, run.loader
     size, now = run.world.size, flags.to_save(config, machine)
     if run.world.is_main:
@@ -249,7 +254,7 @@ def record_start(run: Run, saved: dict, figures: str):
         f" ({num_params - num_others:,}) with weight decay, {len(others)} ({num_others:,}) without",
         f"optimizer: {'Muon for the matrices, AdamW for the rest' if config.muon else 'AdamW'}",
         f"device: {size} x {machine['device']}, torch {machine['torch']}",
-        f"speed-ups: {', '.join(speed_ups) or 'none'}{figures}",
+        f"speed-ups: {', '.join(speed_ups) or 'none'}{measured}",
         f"step: {config.batch_tokens:,} tokens, {size} ranks x {config.num_micro_batches(size)}"
         f" passes x {loader.B} x {loader.T}",
         *(flags.changes(saved, now) if saved else ()),
@@ -289,6 +294,7 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
     weight changes. With --fp16, if the gradient overflows, only skip the update."""
     config, world = run.config, run.world
     num_micro_batches = config.num_micro_batches(world.size)
+    position = run.loader.position
     # Dropout depends on (seed, step, rank), so there is no generator state to save and restore.
     torch.manual_seed(evaluate.random_seed(config.seed, run.step, world.rank))
 
@@ -296,7 +302,7 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
     for i in range(num_micro_batches):
         x, y = device.to_device(run.loader.next_batch(), world.device)
         # DDP averages the gradients during backward, but only the last micro-batch needs this. DDP
-        # decides in forward whether to average, so both passes must be inside the context.
+        # decides in forward whether to average, so forward, too, must be inside the context.
         with device.gradient_sync(run.net, enabled=i == num_micro_batches - 1):
             with device.autocast(config.dtype, world.device):
                 # Divide, because backward adds up the gradients of all micro-batches.
@@ -313,12 +319,13 @@ def train_step(run: Run, stop: Stop) -> tuple[float, float, bool]:
 
     # One small all-reduce carries everything that the ranks must agree on. inf and nan survive a
     # sum, so every rank sees them. Only tolist() makes a step wait for the device.
-    mean_loss, mean_norm, stop_share = (x / world.size for x in world.sum(shared).tolist())
+    mean_loss, mean_norm, stop_share = (s / world.size for s in world.sum(shared).tolist())
 
-    # With --fp16 an overflow is normal: there is no update, and the scaler halves its scale.
+    # With --fp16 an overflow is normal: there is no update, and the scaler halves its scale. At a
+    # scale of 1 this no longer helps.
     may_overflow = config.fp16 and run.scaler.get_scale() > 1
     if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or may_overflow):
-        run.loader.position -= config.batch_tokens // config.seq_len  # the step was not taken
+        run.loader.position = position  # the step was not taken
         save(run)
         text = f"step {run.step + 1} has loss {mean_loss} and gradient norm {mean_norm}"
         raise RunError(f"{text}: no update; step {run.step} is saved; lower --learning-rate")
@@ -344,8 +351,9 @@ def train(run: Run) -> int:
     first_step = run.step + 1  # always printed: it shows that all is well, and how long steps take
     log_every = config.log_every or math.ceil(config.steps / 20)
     # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
-    # repeats an evaluation that is due, because the previous process may have died during it.
-    eval_due = is_due(config.eval_every) or run.step == run.old_end
+    # repeats an evaluation that is due, because the previous process may have died during it. That
+    # process also evaluated at its last step, which a larger --steps may have moved.
+    eval_due = is_due(config.eval_every) or run.step == run.previous_end
     must_stop = eval_due and evaluate_now(run, stop)
     while run.step < config.steps and not must_stop:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A run's folder, its checkpoints (written, verified, read, rotated), and GPT-2s of Hugging Face.
+"""A run's folder, its checkpoints (written, verified, read, rotated), and Hugging Face models.
 
 A checkpoint is a folder, step_000250, that Hugging Face's tools load as a model:
     config.json             the shape of the network
@@ -358,7 +358,7 @@ def load_weights(model: GPT, folder: Path):
 
 
 def load_model(name: str) -> tuple[GPT, Tokenizer | None]:
-    """Return the network and the tokenizer (None if it is not here) of any find_weights knows."""
+    """Return the network and the tokenizer (None if it is not here) that find_weights finds."""
     weights = find_weights(name)
     model = GPT(weights.shape).eval()
     load_weights(model, weights.folder)

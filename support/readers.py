@@ -39,7 +39,7 @@ NO_TEXT = {  # how files begin, and what they are
     b"PK\3\4": "an archive or an Office document: unpack it, or save it as text",
     b"\xd0\xcf\x11\xe0": "an Office document: save it as text",
 }
-REPLACED = "what is no text, or in another encoding, is U+FFFD"
+REPLACED = "text with what can't be decoded, which is now U+FFFD"
 
 
 class Bad(str):

@@ -12,7 +12,7 @@ import torch
 
 import config as flags
 import train_gpt2
-from config import DEFAULTS, OF_COMMAND, RECIPES, SPEED_UPS, TrainConfig, resolve
+from config import DEFAULTS, NOT_SAVED, RECIPES, SPEED_UPS, TrainConfig, resolve
 from model import ComputeConfig, GPTConfig
 from support.checkpoint import Weights
 from support.cli import UserError
@@ -205,9 +205,9 @@ def test_same_and_other_device(gpu):
     config = resolved("--no-flash --fp16 --micro-batch-size 3 --batch-tokens 384 --recompute")
     config = replace(config, out_dir="run", resume=True, max_hours=2.0)
     saved = flags.to_save(config, MACHINE)
-    assert saved.keys() == DEFAULTS.keys() - {*OF_COMMAND} | {"machine"}
+    assert saved.keys() == DEFAULTS.keys() - {*NOT_SAVED} | {"machine"}
     same = asdict(resolve({}, flags.to_take(saved, "a card"), None, CPU))
-    assert same == asdict(config) | {name: DEFAULTS[name] for name in OF_COMMAND}
+    assert same == asdict(config) | {name: DEFAULTS[name] for name in NOT_SAVED}
     moved = resolve({}, flags.to_take(saved, "another"), None, gpu)
     fresh = resolved("--model nano", on=gpu)
     assert all(getattr(moved, name) == getattr(fresh, name) for name in SPEED_UPS)
