@@ -16,8 +16,8 @@ from support.cli import Parser, UserError, flag, spell
 
 # Layers and channels: Radford et al. 2019, table 2. Heads: OpenAI's released models. Learning rates
 # and batch sizes are those of GPT-3 models of similar size (Brown et al. 2020, table 2.1). Those of
-# nano were chosen by its validation loss in the time of 700 steps. Rates are AdamW's: resolve has
-# Muon's.
+# nano were chosen by validation loss in a fixed time, that of 700 steps. Rates are for AdamW:
+# resolve sets Muon's.
 RECIPES: dict[str, dict] = {
     "gpt2": {},  # 124M parameters
     "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024, "learning_rate": 3e-4},  # 355M
@@ -85,8 +85,8 @@ class TrainConfig:
     temperature: float = flag(0.8, "sampling temperature; 0: greedy")
     top_k: int = flag(50, "sample from the k likeliest tokens; 0: from all")
 
-    # Those that are True are on unless the device lacks them; without a GPU, --bf16 and --flash
-    # are measured.
+    # A default of True means on, unless the device lacks it. Without a GPU, a measurement decides
+    # on --bf16 and --flash.
     tf32: bool = flag(True, "1: float32 products on tensor cores", group="speed-ups")
     bf16: bool = flag(True, "2: bfloat16 where it is safe (autocast)")
     compile: bool = flag(True, "3: torch.compile (default: on GPUs)")
@@ -152,7 +152,7 @@ def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
     for name, recipe in (RECIPES | {"gpt2 --init-from": FINETUNE}).items():
         doc += f"\n--model {name}: {recipe}"
     parser = Parser(TrainConfig, doc)
-    parser.add_argument("--config", help="a run's config.json: take its flags, where none is typed")
+    parser.add_argument("--config", help="a run's config.json: its flags apply unless typed here")
     typed = parser.parse(argv)
     if not (file := typed.pop("config", "")):
         return typed, {}
@@ -161,7 +161,7 @@ def read_flags(argv: list[str], doc: str) -> tuple[dict, dict]:
     try:
         saved = json.loads(Path(file).read_bytes())
         machine = saved.pop("machine", {})
-        # As words of a command line, they are checked as what is typed.
+        # Parse them as a command line, so that they are checked like typed flags.
         words = [f"--{name}={value}" for name, value in saved.items()]
         return typed, parser.parse(words) | {"machine": machine}
     except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
@@ -175,8 +175,8 @@ def to_save(config: TrainConfig, machine: dict) -> dict:
 
 
 def to_take(saved: dict, device_name: str) -> dict:
-    """Return the saved flags that a run takes over: on another device not the speed-ups, which are
-    chosen anew."""
+    """Return the saved flags that a run inherits. On another device, speed-ups are not among them:
+    they are chosen anew."""
     has_moved = saved.get("machine", {}).get("device", device_name) != device_name
     left_out = ("machine", *NOT_SAVED, *(SPEED_UPS if has_moved else ()))
     return {name: value for name, value in saved.items() if name not in left_out}
@@ -194,9 +194,9 @@ def changes(saved: dict, now: dict) -> list[str]:
 
 
 def resolve(typed: dict, saved: dict, weights: Any, world: Any) -> TrainConfig:  # noqa: C901
-    """Return a run's flags: what was typed; else what is `saved` in the file of --config or in the
-    checkpoint that is resumed; else what the rules below say about this World's device, the Weights
-    to start from, if any, and the model. Raise UserError if flags contradict each other."""
+    """Return a run's flags. Each is the typed value, else that `saved` in the --config file or the
+    resumed checkpoint, else what the rules below choose for this World's device, the Weights to
+    start from, if any, and the model. Raise UserError if flags contradict each other."""
     import torch
 
     given = saved | typed
@@ -231,8 +231,8 @@ def resolve(typed: dict, saved: dict, weights: Any, world: Any) -> TrainConfig: 
     if not flags["data_dir"]:  # Python's source as tokens of the weights, or of its own
         tokenizer = weights.tokenizer.partition("-")[0] or "gpt2" if weights else "bpe"
         chosen["data_dir"] = f"data/stdlib-{tokenizer}"
-    # Muon's products take 300 * n_layer * n_embd**3 FLOPs a step, however many tokens it has: for
-    # GPT-2 124M, half as many as those of 4,400 tokens.
+    # Muon's matrix products take 300 * n_layer * n_embd**3 FLOPs per step, however many tokens it
+    # has. For GPT-2 124M, that is half of what the network takes for 4,400 tokens.
     if not is_nano and flags["batch_tokens"] < 6 * flags["n_embd"]:
         chosen["muon"] = False
     if flags["muon"]:  # then AdamW trains only embeddings and vectors: beta1 = 0.8 beat 0.9
@@ -247,8 +247,8 @@ def resolve(typed: dict, saved: dict, weights: Any, world: Any) -> TrainConfig: 
         # With 124M, 8192 tokens take half a minute on a CPU, and all of them would take hours.
         size = flags["n_embd"] * (12 * flags["n_layer"] * flags["n_embd"] + GPT2_TOKENS)
         chosen["eval_tokens"] = 8192 * max(1, 124_000_000 // size)
-    # Not with --init-from: activations of weights trained in float32 can be large, and bfloat16
-    # then rounds away what is added to them.
+    # Not with --init-from: a network trained in float32 can have large activations, so bfloat16
+    # would round away what is added to them.
     if on_gpu and not is_nano and flags["bf16"] and not flags["init_from"]:
         chosen["bf16_residual"] = True
     if not typed.get("micro_batch_size"):
@@ -259,7 +259,7 @@ def resolve(typed: dict, saved: dict, weights: Any, world: Any) -> TrainConfig: 
 
 
 def make_python_source(data_dir: Path):
-    """If data_dir is that of Python's source, tokenize it, unless it is there."""
+    """If data_dir is the folder for Python's source, prepare it, unless it is complete."""
     if data_dir.name.startswith("stdlib-") and not (data_dir / MANIFEST).exists():
         print(f"tokenizing Python's standard library into {data_dir}", flush=True)
         program = Path(__file__).with_name("prepare_data.py")
@@ -270,8 +270,8 @@ def make_python_source(data_dir: Path):
 
 
 def first_micro_batch(flags: ChainMap, world: Any) -> int:
-    """Return the micro-batch size to try first: the saved one, or 64 sequences on a GPU, as in the
-    lecture, or 4,096 tokens; at most that, since a step must be a whole number of passes."""
+    """Return the micro-batch size to try first: the saved one, else 64 sequences on a GPU (as in
+    the lecture), else 4,096 tokens; or less, so that a step is a whole number of passes."""
     default = 64 if world.device.type == "cuda" else 4096 // flags["seq_len"]
     sizes = range(flags["micro_batch_size"] or default, 0, -1)
     tokens = flags["seq_len"] * world.size  # of a pass of one sequence on each rank
@@ -279,7 +279,7 @@ def first_micro_batch(flags: ChainMap, world: Any) -> int:
 
 
 def check_fixed(typed: dict, saved: dict):
-    """Raise UserError if a flag that was typed would make the saved run another one."""
+    """Raise UserError if a typed flag would turn the saved run into a different one."""
     for f in fields(TrainConfig):
         before = saved.get(f.name, f.default)
         if f.metadata["fixed"] and typed.get(f.name, before) != before:

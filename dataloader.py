@@ -37,8 +37,8 @@ class Shard:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` tokens from `start` on: (count,) uint16. Raise ShardError if a token is
-        missing or too large. Check every read, because a file may be overwritten during a run; a
-        memory map of a file that is cut would kill the process."""
+        missing or too large. Check every read, because a file may be overwritten during a run. If
+        it were truncated, reading it through a memory map would kill the process."""
         with open(self.path, "rb", buffering=0) as f:  # twice as fast as np.fromfile
             f.seek(self.offset + start * TOKEN.itemsize)
             content = f.read(count * TOKEN.itemsize)

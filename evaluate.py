@@ -46,8 +46,8 @@ def validate(  # noqa: PLR0913
     # The ranks take turns, so any number of ranks covers the same tokens, in nearly equal shares.
     of_rank = range(world.rank, num_sequences, world.size)
     batches = [of_rank[i : i + loader.B] for i in range(0, len(of_rank), loader.B)]
-    # A forward pass without a backward one must be compiled apart, which takes 7 s on an H100: as
-    # long as it saves in some 200 batches, or a few validations of 64. But it takes less memory.
+    # A forward-only pass must be compiled separately, which takes 7 s on an H100: the time it saves
+    # in some 200 batches, or a few validations of 64. But the compiled pass takes less memory.
     is_short = len(batches) <= 64 and not config.recompute and not config.loss_chunk_tokens
     num_bytes = 0  # bytes of text in the targets
     loss_sum = torch.zeros(1, device=world.device)
@@ -153,8 +153,8 @@ def answers(
 
 
 def choice_losses(model: GPT, question: Question, device: torch.device) -> np.ndarray:
-    """Return each choice's loss in nats, summed over its tokens. The start of what is too long for
-    the network is cut off."""
+    """Return each choice's loss in nats, summed over its tokens. A text that is too long for the
+    network loses its start."""
     longest = model.config.seq_len + 1
     texts = [torch.tensor((question.context + choice)[-longest:]) for choice in question.choices]
     rows = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(device)
@@ -172,7 +172,7 @@ def evaluate(typed: dict, world: World):
     """Print the figures of a run's newest checkpoint, or of other weights, as a line of text."""
     weights = find_weights(typed.pop("weights"))
     typed["compile"] = False  # an evaluation is too short for it to pay off
-    # If they are of a run: take its data and precision. Before 1.0, none had its flags.
+    # If the weights are a run's, use its data and precision. Checkpoints before 1.0 lack flags.
     saved = read_json(weights.folder / "state.json").get("flags", {})
     config = resolve(typed, to_take(saved, device_name(world.device)), weights, world)
     model = GPT(weights.shape, ComputeConfig(**config.fields_of(ComputeConfig))).to(world.device)

@@ -4,9 +4,9 @@ python prepare_data.py --input book.txt --data-dir data/book
 python prepare_data.py --input notes/ 'web/*.jsonl.gz' --data-dir data/web --tokenizer bytes
 
 Any text will do: .txt, .md, source code or whole folders. In .jsonl, .json, .csv, .tsv and .parquet
-files, each record is a document, and --text-field names the field that holds its text. What is
-skipped or assumed is said at the end. The folder appears when it is complete; what was stopped
-begins anew.
+files, each record is a document, and --text-field names the field that holds its text. A summary
+at the end lists everything that was skipped or assumed. The folder appears only when it is
+complete, so an interrupted command starts over.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ from support.tokenizer import (
     train_tokenizer,
 )
 
-# Characters to train a tokenizer on, or down to half as many. Twice as many took 1.5 s longer, for
-# 0.15% fewer tokens of held-out Python (3 seeds).
+# Characters of a long text to train a tokenizer on: at most this many, and at least half. Twice as
+# many took 1.5 s longer, and gave 0.15% fewer tokens for held-out Python (3 seeds).
 SAMPLE = 12_000_000
 STRETCH = 1 << 12  # characters that are drawn together
 KEPT = 1 << 27  # bytes of text to keep in memory; a longer one is read twice
@@ -79,10 +79,10 @@ def standard_library() -> list[str]:
 
 
 def divide(reader: Reader, num_files: int, config: PrepareConfig) -> tuple[array, list, list]:
-    """Read all text, and return how many of each document's characters are for training, its first
-    ones, a sample of these, and all pieces, or none if they are large. For validation are the
-    documents after num_files files; or a share of all, drawn by the seed; or, if the share is not
-    half a document, the last tenth of each."""
+    """Read all text. Return how many characters at the start of each document are for training, a
+    sample of these characters, and all pieces, or none if they are large. Validation gets the files
+    after the first num_files. If there are none, it gets a share of the documents, drawn with the
+    seed, or, if that share rounds to 0 documents, the last tenth of each document."""
     rng = random.Random(config.seed)
     num_train = array("Q")
     drawn: list[tuple] = []  # a random number, the document, the place in it, the text
@@ -123,8 +123,8 @@ def divide(reader: Reader, num_files: int, config: PrepareConfig) -> tuple[array
 def batches(
     reader: Reader, num_files: int, config: PrepareConfig, divided: tuple | None
 ) -> Iterator[list[tuple[str, bool, str]]]:
-    """Yield all text in pieces, with their split and whether a document begins there, in batches,
-    since a worker's answer takes time."""
+    """Yield batches of pieces, each with its split and whether a document begins with it. Pieces
+    are batched because each round trip to a worker takes time."""
     num_train, _, kept = divided or divide(reader, num_files, config)  # while workers start
     batch: list[tuple[str, bool, str]] = []
     num_chars = 0
@@ -184,15 +184,15 @@ def tokenized(
         return
     # Two threads take 1.1 to 2 times as long as two processes, although tiktoken releases the GIL.
     # A ProcessPoolExecutor hangs if a worker is killed while it sends a result, so each worker has
-    # a pipe of its own, which ends with it, and a thread that waits for it.
+    # its own pipe, which closes when the worker ends, and a thread that waits for it.
     context = get_context("spawn")
     workers: list[Connection] = []  # those that have no batch
-    # They inherit this: before work sets it, Ctrl-C would make each print a traceback.
+    # Workers inherit this. Until work() sets it, Ctrl-C would make each print a traceback.
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for _ in range(num_workers):
         worker, end_of_worker = context.Pipe()
         context.Process(target=work, args=(folder, end_of_worker), daemon=True).start()
-        end_of_worker.close()  # or the pipe would not end with the worker, which has its own copy
+        end_of_worker.close()  # the worker has a copy; this one would keep the pipe open
         workers.append(worker)
     signal.signal(signal.SIGINT, previous)
 
@@ -266,8 +266,8 @@ def write_synced(path: Path, contents: Iterable[bytes]):
 
 
 def existing_tokenizer(name: str) -> Tokenizer | None:
-    """Return --tokenizer, or None for bpe, which is yet to be trained. Raise UserError if there is
-    none."""
+    """Return the tokenizer that --tokenizer names, or None for bpe, which is yet to be trained.
+    Raise UserError if there is no such tokenizer."""
     if name == "bpe":
         return None
     if name == "bytes":
@@ -282,8 +282,8 @@ def existing_tokenizer(name: str) -> Tokenizer | None:
 
 
 def write_folder(folder: Path, reader: Reader, num_files: int, config: PrepareConfig) -> dict:
-    """Write tokenizer and shards into folder, and return what the manifest says of them. The text
-    of the first num_files files is for training, and for validation, too, if there are no more."""
+    """Write the tokenizer and shards into folder, and return their manifest entries. The first
+    num_files files are for training, and also for validation if there are no others."""
     tokenizer, divided = existing_tokenizer(config.tokenizer), None
     if not tokenizer:
         divided = divide(reader, num_files, config)
@@ -298,7 +298,7 @@ def write_folder(folder: Path, reader: Reader, num_files: int, config: PrepareCo
     for batch in tqdm(done, unit="batch", leave=False, disable=None):
         for split, tokens in batch.items():
             shards[split].add(tokens)
-    # A small text has fewer tokens than --vocab-size.
+    # A tokenizer trained on a small text may have fewer tokens than --vocab-size.
     account = [f"tokenizer: {tokenizer.name}, {tokenizer.size:,} tokens"]
     manifest: dict = {}
     for split, of_split in shards.items():
@@ -315,7 +315,7 @@ def write_folder(folder: Path, reader: Reader, num_files: int, config: PrepareCo
 
 
 def prepare(config: PrepareConfig, inputs: list[str], val_inputs: list[str]):
-    """Write a folder of shards, unless it is there. Raise UserError for what can't be done."""
+    """Write a folder of shards, unless it is complete. Raise UserError if that is impossible."""
     folder = Path(config.data_dir)
     unfinished = Path(f"{folder}.tmp")
     train, val = find_files(inputs or standard_library()), find_files(val_inputs)
@@ -355,7 +355,7 @@ def read_flags(argv: list[str]) -> tuple[PrepareConfig, list[str], list[str]]:
     parser = Parser(PrepareConfig, __doc__ or "")
     text = "files, folders, 'patterns'; none: Python's source"
     parser.add_argument("--input", nargs="+", help=text)
-    text = "those for validation, instead of a share of --input"
+    text = "files for validation, instead of a share of --input"
     parser.add_argument("--val-input", nargs="+", help=text)
     typed = parser.parse(argv)
     inputs, val_inputs = typed.pop("input", []), typed.pop("val_input", [])

@@ -36,7 +36,7 @@ def main(argv: list[str]):
         for number in range(config.num_samples):
             show(separator + prompt, end="")
             contents = sample(model, tokenizer, config, number)
-            for text in codecs.iterdecode(contents, "utf-8", "replace"):  # keeps back half a letter
+            for text in codecs.iterdecode(contents, "utf-8", "replace"):  # buffers partial UTF-8
                 show(text, end="")
             show("")
             separator = "---\n"

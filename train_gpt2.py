@@ -13,8 +13,8 @@ import config as flags  # `config` is a run's TrainConfig
 from support.cli import RunError, UserError, report, spell
 
 if __name__ == "__main__":
-    # Until the first step, Ctrl-C ends the process at once. Python's own handler would wait for the
-    # end of a connection to other ranks, or of a compilation. nohup's SIG_IGN stays.
+    # Until the first step, Ctrl-C ends the process at once. Python's own handler would wait until
+    # a connection to other ranks or a compilation has finished. nohup's SIG_IGN stays.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # A waiting OpenMP thread spins 300,000 times by default, which would take the core of another
@@ -64,7 +64,7 @@ def set_backends(config: TrainConfig, world: World):
     if config.compile:
         # Up to 2.11, torch's cache of compiled code overlooks autocast's dtype (pytorch#181564).
         torch.compiler.config.cache_key_tag = config.dtype
-    # Memory that is kept becomes fragmented, and who uses --recompute has little of it.
+    # Keeping freed memory fragments it, and whoever uses --recompute has little to spare.
     if on_cpu and not config.recompute:
         device.keep_freed_memory()
 
@@ -141,8 +141,8 @@ class Run:
     """All that training needs, for a new run or a resumed one."""
 
     def __init__(self, typed: dict, saved: dict, world: World):
-        """Get ready to train. `saved` are the flags in the file of --config. What may fail on a
-        single rank goes through world.together, which raises the error on all of them, so that
+        """Get ready to train. `saved` holds the flags in the --config file. Anything that may fail
+        on a single rank goes through world.together, which raises the error on every rank, so that
         none waits for a rank that has ended."""
         self.world = world
         self.machine = device.machine(world)  # what affects the bits besides the flags
@@ -176,9 +176,9 @@ class Run:
         record_start(self, state.get("flags", {}), measured)
 
     def read(self, typed: dict, saved: dict, out_dir: Path | None) -> tuple:
-        """Read all inputs, and keep what a run needs of them. Return the config, the flags that are
-        given, and the state of the run in out_dir, if any. Raise UserError or ShardError if they
-        don't fit together."""
+        """Read all inputs, and keep what the run needs from them. Return the config, the flags that
+        are given, and the state of the run in out_dir, if any. Raise UserError or ShardError if the
+        inputs don't fit together."""
         state: dict = {}
         source = (saved | typed).get("init_from")
         if out_dir:
@@ -223,8 +223,8 @@ class Run:
         }
 
     def restore(self, state: dict):
-        """Take over what state() returned, but for its flags and data, which read() has used. The
-        weights have been loaded like those of --init-from."""
+        """Restore what state() returned, except its flags and data, which read() has used. The
+        weights are already loaded, in the same way as with --init-from."""
         self.step, self.previous_end = state["step"], state["flags"]["steps"]
         self.loader.position = state["position"]
         checkpoint.load_optimizer(self.optimizer, state["tensors"])
@@ -352,7 +352,7 @@ def train(run: Run) -> int:
     log_every = config.log_every or math.ceil(config.steps / 20)
     # The loss of random weights must be near ln(vocab_size), or something is wrong. A resumed run
     # repeats an evaluation that is due, because the previous process may have died during it. That
-    # process also evaluated at its last step, which a larger --steps may have moved.
+    # process also evaluated at its own last step, which may not be due under a larger --steps.
     eval_due = is_due(config.eval_every) or run.step == run.previous_end
     must_stop = eval_due and evaluate_now(run, stop)
     while run.step < config.steps and not must_stop:

@@ -14,9 +14,9 @@
 #   BUILD_NANOGPT=... NANOGPT=... LLM_C=... benchmarks/gpu.sh
 #   TINY=1 benchmarks/gpu.sh               # nano's sizes, to try it without a GPU
 #
-# Parts 5 and 6 go on where they were cut off; the others begin again. Results go to
-# benchmarks/results after each run; what was printed goes to out/gpu. If OUT is set, $OUT/gpu.tgz
-# holds all of it, renewed every 15 seconds, so that little is lost if the machine is taken away.
+# Parts 5 and 6 continue where they were interrupted; the others start over. Results go to
+# benchmarks/results after each run, and printed output to out/gpu. If OUT is set, $OUT/gpu.tgz
+# holds all of it, updated every 15 seconds, so that little is lost if the machine is taken away.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$(command -v python3 || echo python)} here=out/gpu results=benchmarks/results

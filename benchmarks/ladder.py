@@ -56,7 +56,7 @@ def base_flags(args: Namespace) -> dict:
 
 
 def changes(name: str, flags: dict) -> dict:
-    """Return the flags that a rung changes in those of the rungs before it."""
+    """Return the flags that a rung changes, relative to the rungs before it."""
     B, T = flags["micro-batch-size"], flags["seq-len"]
     if name in RANKS:
         sequences_of_rank = max(1, flags["batch-tokens"] // T // RANKS[name])
@@ -100,8 +100,8 @@ def train(flags: dict) -> dict:
 
 
 def compare(rung: dict, rungs: list[dict]):
-    """Compare the losses of a rung's last run with those of the first rung that has its batch, or
-    if it is that one, of the base. Refuse the rung if they differ by more than rounding."""
+    """Compare the losses of a rung's last run with those of the first rung with its batch size or,
+    if it is that rung, of the base. Refuse the rung if they differ by more than rounding."""
     flags = rung["flags"]
     others = [r for r in rungs if r["flags"]["batch-tokens"] == flags["batch-tokens"]]
     other = rungs[0] if others[0] is rung else others[0]
@@ -146,7 +146,7 @@ def add_run(rung: dict, content: dict):
 
 
 def first_round(names: list[str], args: Namespace, content: dict) -> Path:
-    """Run each rung on top of those that this device has. Return the file of the results."""
+    """Run each rung on top of those that work on this device. Return the path of the results."""
     flags, path = base_flags(args), None
     for name in [BASE, *names]:
         if name != BASE:

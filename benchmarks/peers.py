@@ -2,12 +2,12 @@
 
     python benchmarks/peers.py --build-nanogpt DIR --nanogpt DIR --llm-c DIR
 
-DIR is a clone of https://github.com/karpathy/NAME; any of the three may be left out. Copies of
-their own scripts run, changed where they have no flag. All train GPT-2 124M from random weights on
-the same tokens, Python's own source, with all speed-ups. benchmarks/README.md lists what differs.
+DIR is a clone of https://github.com/karpathy/NAME; any of the three may be left out. This runs
+copies of their own scripts, edited where there is no flag. All train GPT-2 124M from random weights
+on the same tokens, Python's own source, with all speed-ups. benchmarks/README.md lists differences.
 
 A machine's speed drifts, so the programs take turns, each in a fresh process, in an order that is
-reversed each round. This program's clock times all of them, from one printed step to the next. Peak
+reversed each round. All are timed by this program's clock, from one printed step to the next. Peak
 memory is what PyTorch allocated on the GPU.
 
 For Linux and macOS. Results are written to a file in --out after each run.
@@ -110,7 +110,7 @@ def lay_out(args: Namespace, clones: dict[str, Path], work: Path):
         (work / name).mkdir()
         for script in clone.glob("*.py"):
             shutil.copy(script, work / name)
-        PROGRAMS[name](args, work)  # raises now what it would raise later
+        PROGRAMS[name](args, work)  # to fail now rather than later
     flags = {"data-dir": work / "tokens", "val-fraction": 0.1, "tokenizer": "gpt2"}
     program = [sys.executable, machine.REPO / "prepare_data.py", *as_flags(flags)]
     subprocess.run(program, check=True, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Show what runs reached, as tables and as a picture, beside figures that others published.
+"""Show the results of runs, as tables and as a picture, beside published figures.
 
     python benchmarks/plot.py out/001                         # draws out/001/curves.png
     python benchmarks/plot.py out                             # every run below: out/curves.png
@@ -8,11 +8,11 @@ Losses are drawn in bits per byte if all runs have validations in that unit, els
 In bits per byte, training losses are converted with the bytes per token of the validation text.
 
 Runs that differ only in --seed share a colour, and a table has their means and standard deviations.
-A mean is over complete runs only; a run that is still training is drawn, but is in no mean.
+Means cover complete runs only; a run that is still training is drawn, but not averaged.
 
-reference.json holds what public sources state of GPT-2 124M. A run of that network, from random
-weights and with GPT-2's tokens, is shown beside the losses on its own data set, which the names of
-its shards tell (or of their folder). Midway they compare only at equal --steps.
+reference.json holds published figures for GPT-2 124M. A run of that network, from random weights
+and with GPT-2's tokens, is shown beside the losses on the same data set, which is recognized by the
+names of its shards or of their folder. Midway, they are comparable only at equal --steps.
 """
 
 import json
@@ -83,7 +83,7 @@ class Run:
 
 
 def read_run(folder: str) -> Run:
-    """Read a run's log. What a resumed run has repeated counts once."""
+    """Read a run's log. Steps that a resumed run has repeated count once."""
     records = machine.read_log(Path(folder))
     start: dict = {}
     values: dict[str, dict[int, float]] = defaultdict(dict)
@@ -101,7 +101,7 @@ def read_run(folder: str) -> Run:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """Read the runs that have made a step. A folder that is no run stands for all below it."""
+    """Read the runs that have made a step. A folder that is not a run stands for those below it."""
     names = []
     for folder in folders:
         below = sorted(str(path.parent) for path in Path(folder).rglob("log.jsonl"))
@@ -121,8 +121,8 @@ def differing_flags(runs: list[Run]) -> list[str]:
 
 
 def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
-    """Group runs that differ only in their seeds. A group's name has the flags in which it differs
-    from others, or is the run's if it has only one."""
+    """Group runs that differ only in their seeds. A group is named after the flags in which it
+    differs from others, or after its run if it has only one."""
     names = [name for name in differing_flags(runs) if name != "seed"]
     groups = defaultdict(list)
     for run in runs:
@@ -134,8 +134,8 @@ def by_setting(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def mean(group: list[Run], column: str) -> str:
-    """Return the mean of a column of FORMATS over the complete runs, and its standard deviation. Of
-    a run that is not complete it would be the value of another step."""
+    """Return the mean and standard deviation of a column of FORMATS over the complete runs. An
+    incomplete run's value would be that of another step."""
     values = [run.figures()[column] for run in group if run.is_complete]
     values = [value for value in values if value is not None]
     if not values:
@@ -187,7 +187,7 @@ def data_set(run: Run) -> str:
 
 
 def alike(run: Run, references: list[dict]) -> list[dict]:
-    """Return the losses of references that a run compares with."""
+    """Return the references whose losses can be compared with a run's."""
     flags = run.flags
     is_gpt2 = (flags["n_layer"], flags["n_embd"], run.start["tokenizer"]) == (12, 768, "gpt2")
     if not is_gpt2 or flags["init_from"]:
@@ -221,8 +221,8 @@ def comparison(run: Run, references: list[dict]) -> list[dict[str, str]]:
 
 
 def find_unit(runs: list[Run], references: list[dict]) -> str:
-    """Return what is drawn: "bits_per_byte" if all runs have it, and no references, which are in
-    nats, are beside them; else "val_loss"."""
+    """Return the quantity to draw: "bits_per_byte" if all runs have it and there are no references,
+    which are in nats; else "val_loss"."""
     if all(run.values["bits_per_byte"] for run in runs) and not references:
         return "bits_per_byte"
     if len({run.start["tokenizer"] for run in runs}) > 1:

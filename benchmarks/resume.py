@@ -4,7 +4,7 @@
     python benchmarks/resume.py -- --deterministic     # flags of train_gpt2.py come after --
     python benchmarks/resume.py -- --model nano --batch-tokens 2048
 
-A run is made without interruption; again, killed by SIGKILL after some steps; and resumed. Losses
+One run is not interrupted; a second one is killed by SIGKILL after some steps, and resumed. Losses
 and weights must be the same to the bit on a CPU, and on a GPU with --deterministic. Without it,
 PyTorch promises nothing for GPUs, and the table shows the largest difference.
 """
@@ -28,7 +28,7 @@ def command(folder: Path, flags: list[str]) -> list:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Return the loss of each step, and if it was made twice, the second one."""
+    """Return the loss of each step; if a step was made twice, the second one."""
     return {r["step"]: r["loss"] for r in machine.read_log(folder) if "loss" in r}
 
 

@@ -8,7 +8,7 @@
 The flags of train_gpt2.py come after "--". A comma separates alternatives: values of a flag, or
 whole flags. In quotes, an alternative may be several flags, or none. Put --seed first, so that the
 settings take turns: a machine's speed drifts. On a CPU each run measures whether --bf16 and --flash
-are faster, and those that choose differently are different settings, unless you type them.
+are faster; runs that choose differently are different settings, unless you type these flags.
 
 Runs are in out/sweep/NAME. Repeat the command to continue an interrupted sweep, or with more
 alternatives to add runs: no run is made twice. If one fails, as when it diverges or does not fit in
@@ -29,7 +29,7 @@ RUNS = Path("out/sweep")
 
 
 def combinations(words: list[str]) -> dict[str, list[str]]:
-    """Return the flags of each run, by the name of its folder: its choices of alternatives."""
+    """Return each run's flags, by the name of its folder, which lists the chosen alternatives."""
     joined = []  # words, with each value joined to its flag: --seed=1, not --seed 1
     for word in words:
         is_name = joined and joined[-1].startswith("--") and not set("=,") & set(joined[-1])

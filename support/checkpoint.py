@@ -93,7 +93,7 @@ def make_folder(name: str) -> Path:
 
 
 def lock(out_dir: Path) -> Path:
-    """Lock a run's folder until this process ends, remove what a run that died left, return it."""
+    """Lock a run's folder until this process ends, remove a dead run's leftovers, and return it."""
     file_lock = FileLock(out_dir / ".lock", is_singleton=True)
     atexit.register(file_lock.release)  # which also keeps it alive until then
     try:
@@ -111,7 +111,7 @@ def lock(out_dir: Path) -> Path:
 
 
 def save(out_dir: Path, model: GPT, state: dict, tokenizer: Tokenizer | None, name: str):
-    """Write a checkpoint of Run.state(). `name` is the tokenizer's, which may not be here."""
+    """Write a checkpoint of Run.state(). `name` is the tokenizer's, even if tokenizer is None."""
     path = out_dir / f"step_{state['step']:06d}"
     if path.exists() and not damaged_file(path):  # the first step of a resume was not finite
         return
@@ -198,8 +198,8 @@ def newest(out_dir: Path) -> Path:
 
 
 def damaged_file(path: Path) -> str:
-    """Return the first file of a checkpoint that is missing or lacks the digest in SHA256SUMS, or
-    "". Raise OSError for any other error of the disk, which is no damage."""
+    """Return the name of a checkpoint's first file that is missing or does not match SHA256SUMS,
+    or "" if all are good. Raise OSError for any other disk error, which is not damage."""
     try:
         lines = (path / SUMS).read_text("latin-1").splitlines(keepends=True)
         expected = {line[66:-1]: line for line in lines}  # after 64 digits and 2 spaces
@@ -229,8 +229,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]):
-    """Load what optimizer_tensors() returned, from all tensors of a checkpoint. Raise UserError if
-    they are not those that the optimizer makes: a fused kernel would write beyond their memory."""
+    """Load what optimizer_tensors() returned, given all tensors of a checkpoint. Raise UserError if
+    names or shapes differ from the optimizer's, as a fused kernel would write out of bounds."""
     saved = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
     if not saved:  # as long as float16 overflows
         return
@@ -251,7 +251,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
 
 
 def save_weights(folder: Path, model: GPT, tokenizer: Tokenizer | None, tokenizer_name: str):
-    """Write the files that Hugging Face's tools load into folder, with their names and layout."""
+    """Write into folder the files that Hugging Face's tools load, in their names and layout."""
     config = model.config
     sizes = {name: getattr(config, name) for name in SIZES}
     is_gpt2 = config == GPTConfig(**sizes, seq_len=config.seq_len, pad_vocab=config.pad_vocab)
@@ -315,8 +315,8 @@ def find_weights(name: str) -> Weights:
 
 
 def read_shape(folder: Path) -> Weights:
-    """Return what a folder's config.json says. Hugging Face's keys decide about the shape, since
-    their tools change these; ours add what only our network has."""
+    """Return the Weights that a folder's config.json describes. Hugging Face's keys take precedence
+    for the shape, since their tools change these; ours add what only our network has."""
     try:
         settings = json.loads((folder / "config.json").read_bytes())
         ours = settings.get(OURS, {"shape": {}, "tokenizer": ""})

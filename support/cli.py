@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 
 class RunError(Exception):
-    """Ends the program with one line and exit code 1: a disk that is full, a loss of nan."""
+    """Ends the program with one line and exit code 1, for example on a full disk or a nan loss."""
 
     exit_code = 1
-    is_of_one_rank = False  # else all ranks have it, and the main one prints it
+    is_of_one_rank = False  # False: every rank raises it, and only the main one prints it
 
 
 class UserError(RunError):
@@ -40,14 +40,14 @@ def spell(name: str, value: Any = True) -> str:
 
 
 def report(error: Exception) -> int:
-    """Print an error in one line, and return the exit code. The main rank prints what all have."""
+    """Print an error on one line, and return the exit code. If all ranks have it, one prints it."""
     if os.getenv("RANK", "0") == "0" or getattr(error, "is_of_one_rank", True):
         print("error:", *str(error).split(), file=sys.stderr)
     return getattr(error, "exit_code", 1)
 
 
 def program(main: Callable[[list[str]], None]) -> Callable[[list[str]], int]:
-    """Let main return an exit code. What it raises for the user is printed in one line."""
+    """Make main return an exit code. Errors meant for the user are printed on one line."""
 
     def run(argv: list[str]) -> int:
         try:

@@ -98,8 +98,8 @@ def keep_freed_memory():
 
 
 def choose(config: TrainConfig, given: dict, world: World) -> tuple[TrainConfig, str]:
-    """Return the config with those of --bf16 and --flash that are not given set to what is fastest
-    on this CPU, and what was measured. The main rank measures alone: others would disturb it."""
+    """Return the config with --bf16 and --flash, where not given, set to what is fastest on this
+    CPU, and a summary of the timings. Only the main rank measures: others would disturb it."""
     dtypes = [config.bf16] if config.fp16 or "bf16" in given else [False, True]
     kernels = [config.flash] if "flash" in given else [True, False]
     configs = [replace(config, bf16=bf16, flash=flash) for bf16 in dtypes for flash in kernels]
@@ -111,9 +111,9 @@ def choose(config: TrainConfig, given: dict, world: World) -> tuple[TrainConfig,
 
 
 def race(configs: list[TrainConfig]) -> list[float]:
-    """Return the ms of a block's two passes for each config, in half a second. bfloat16 cut nano's
-    step from 95 to 46 ms on an AMD EPYC, and stretched it from 106 to 160 ms on an Intel Xeon that
-    lists the same instructions."""
+    """Measure for half a second, and return each config's ms for a block's two passes. bfloat16 cut
+    nano's step from 95 to 46 ms on an AMD EPYC, but stretched it from 106 to 160 ms on an Intel
+    Xeon that lists the same instructions."""
     shape = GPTConfig(**configs[0].fields_of(GPTConfig))
     blocks = [Block(shape, ComputeConfig(**c.fields_of(ComputeConfig))) for c in configs]
     T, C = shape.seq_len, shape.n_embd
@@ -121,7 +121,7 @@ def race(configs: list[TrainConfig]) -> list[float]:
     x = torch.randn(max(1, num_tokens // T), T, C, requires_grad=True)
     times: list[list[float]] = [[] for _ in configs]
     end = time.perf_counter() + 0.5
-    # At least two rounds, as the first includes planning. They take turns: others may disturb.
+    # At least two rounds, as the first includes planning. Configs take turns, as load may vary.
     while len(times[0]) < 2 or time.perf_counter() < end:
         for config, block, ms in zip(configs, blocks, times, strict=True):
             started = time.perf_counter()
@@ -196,7 +196,7 @@ def check_causality(model: GPT, dtype: str, device: torch.device):
     with autocast(dtype, device):
         first, second = model.logits(tokens)[:, :-1].float()
     model.train()
-    # By position. Weights that overflow are not this check's matter: the first step says so.
+    # By position. This check ignores weights that overflow: the first step reports them.
     sees_it = ~torch.isclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True).all(dim=1)
     if sees_it.any():
         position, last = int(sees_it.nonzero()[0]), tokens.shape[1] - 1

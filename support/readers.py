@@ -1,5 +1,5 @@
 """The documents in the files of prepare_data.py --input: texts, and the records of .jsonl, .json,
-.csv, .tsv and .parquet files. A Reader counts them, and what is skipped, by its reason:
+.csv, .tsv and .parquet files. A Reader counts documents, and skipped records and files by reason:
 documents + skipped records == records, and files read + skipped files == files."""
 
 import bz2
@@ -22,8 +22,8 @@ from typing import Any
 from support.cli import UserError
 
 BLOCK = 1 << 16  # bytes or characters to read at a time
-SAMPLE = 1 << 18  # bytes by which an encoding is found
-PIECE = 1 << 16  # characters of a long text to yield at a time, where it has white space
+SAMPLE = 1 << 18  # bytes from which to detect an encoding
+PIECE = 1 << 16  # characters of a long text to yield at a time, up to the next white space
 LONGEST_PIECE = 1 << 20
 # GPT-2's pattern begins a token at white space that follows a visible character.
 BOUNDARY = re.compile(r"[ \t\r\n](?<=\S\s)")  # with the lookbehind first, it is slow
@@ -39,7 +39,7 @@ NO_TEXT = {  # how files begin, and what they are
     b"PK\3\4": "an archive or an Office document: unpack it, or save it as text",
     b"\xd0\xcf\x11\xe0": "an Office document: save it as text",
 }
-REPLACED = "text with what can't be decoded, which is now U+FFFD"
+REPLACED = "text that can't be decoded, replaced by U+FFFD"
 
 
 class Bad(str):
@@ -47,8 +47,8 @@ class Bad(str):
 
 
 def find_files(inputs: list[str]) -> dict[str, str]:
-    """Return the files that inputs (files, folders and patterns) name, by real path, without hidden
-    ones in folders. Raise UserError if a name has none, or if a folder can't be read."""
+    """Return the files that inputs (files, folders and patterns) name, by real path, except hidden
+    files in folders. Raise UserError if an input names none, or if a folder can't be read."""
     found: dict[str, str] = {}
     for name in inputs:
         pattern = glob.escape(name) if os.path.lexists(name) else name
@@ -70,7 +70,7 @@ class Reader:
 
     def __init__(self, files: list[str], text_field: str, encoding: str):
         self.files = files
-        self.fields = [text_field]  # the first of these that a record has holds its text
+        self.fields = [text_field]  # the first of these in a record holds its text
         if text_field == "text":
             self.fields += ["messages", "conversations"]
         self.encoding = encoding  # of all files; "": find each one's
@@ -80,7 +80,7 @@ class Reader:
         """Yield the text of all documents in pieces, and whether a document begins there. Raise
         UserError for a file that can't be read."""
         self.counts = Counter(files=0, records=0, documents=0)
-        self.notes: dict[str, str] = {}  # what is skipped or assumed, and where it is first
+        self.notes: dict[str, str] = {}  # what was skipped or assumed, and its first occurrence
         for path in self.files:
             self.counts["files"] += 1
             try:
@@ -130,8 +130,8 @@ class Reader:
 
 
 def pieces(text: str | io.TextIOBase) -> Iterator[str]:
-    """Yield a text in pieces that can be tokenized apart, to take little memory. No token spans a
-    cut, unless a million characters have no white space. A record is cut only if it is longer."""
+    """Yield a text in pieces that can be tokenized separately, to save memory. No token spans a cut
+    unless a million characters have no white space. Only a record longer than that is cut."""
     if isinstance(text, str) and len(text) <= LONGEST_PIECE:
         yield text
         return
@@ -161,7 +161,7 @@ def kind_of(path: str) -> str:
 
 
 def opened(path: str) -> Any:
-    """Open a file, which is unpacked if its name says that it is packed."""
+    """Open a file, and decompress it if its name says that it is compressed."""
     suffix = os.path.splitext(path.lower())[1]
     if suffix == ".zst":
         import pyarrow
@@ -173,8 +173,8 @@ def opened(path: str) -> Any:
 
 
 class Unpacked(io.BufferedIOBase):
-    """The content of a packed file: streams, with nothing but zeros after them. Python's own
-    classes for .bz2 and .xz end without an error at whatever follows a stream."""
+    """The content of a compressed file: streams, followed by nothing but zeros. Python's own
+    classes for .bz2 and .xz stop without an error at anything else that follows a stream."""
 
     def __init__(self, path: str, new_stream: Callable):
         self.blocks = self.unpack(path, new_stream)
@@ -183,7 +183,7 @@ class Unpacked(io.BufferedIOBase):
         return True
 
     def read1(self, size: int = -1) -> bytes:
-        """Return the next block, whose size is another: TextIOWrapper takes any."""
+        """Return the next block, whatever its size: TextIOWrapper accepts any."""
         return next(self.blocks, b"")
 
     def unpack(self, path: str, new_stream: Callable) -> Iterator[bytes]:
@@ -221,8 +221,8 @@ def examine(path: str, encoding: str) -> tuple[str, str]:
 
 
 def likely_encoding(block: bytes, file: Any) -> str:
-    """Return UTF-8 for a text, which begins with block, whose first lines that are not ASCII are
-    UTF-8 or mostly so; else what chardet says of them."""
+    """Return the likely encoding of a text that begins with block: UTF-8 if its first non-ASCII
+    lines are entirely or mostly valid UTF-8, else what chardet detects in them."""
     sample = b""
     while block and len(sample) < SAMPLE:
         if not block.isascii():
@@ -243,7 +243,7 @@ def likely_encoding(block: bytes, file: Any) -> str:
 
 
 def records(path: str, encoding: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield a file's records and their places. That of a text is its stream."""
+    """Yield a file's records and their places. The record of a text file is its stream."""
     kind = kind_of(path)
     if kind == ".parquet":
         yield from parquet_rows(path, fields)
@@ -297,7 +297,7 @@ def json_lines(lines: Iterable[str], fields: list[str]) -> Iterator[tuple[str, A
 
 
 def json_values(stream: io.TextIOWrapper, fields: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the objects in lines, the elements of an array, or an object. An array is in memory."""
+    """Yield one object per line, an array's elements, or one object. An array is read whole."""
     text = stream.readline()
     value = parsed(text, fields)
     if isinstance(value, dict):
@@ -312,8 +312,8 @@ def json_values(stream: io.TextIOWrapper, fields: list[str]) -> Iterator[tuple[s
 
 
 def table_rows(stream: io.TextIOWrapper, kind: str, fields: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a table. One that csv can't read, or that has fewer or more cells than the
-    header, is bad: what it means can only be guessed."""
+    """Yield the rows of a table. A row that csv can't parse, or that has fewer or more cells than
+    the header, is Bad, as its meaning can only be guessed."""
     csv.field_size_limit(1 << 30)
     line = stream.readline()
     delimiter = "\t" if kind == ".tsv" else ";" if line.count(";") > line.count(",") else ","

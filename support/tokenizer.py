@@ -1,6 +1,6 @@
 """Byte-level BPE tokenizers in GPT-2's format, each made from the files of a folder.
 
-Data folders and checkpoints hold vocab.json and merges.txt, so neither needs another place. A
+Data folders and checkpoints hold vocab.json and merges.txt, so both are self-contained. A
 tokenizer's name is "bytes", "gpt2", or "bpe-" with the first digits of the SHA-256 of its
 vocabulary, merges and end token."""
 
@@ -57,8 +57,8 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(json.dumps([self.vocab, merges, end]).encode()).hexdigest()
         name = f"bpe-{self.sha256[:12]}"
         self.name = NAMES.get(name, name)
-        # tiktoken merges in the order of ranks and returns ranks. Other ids have another order. Two
-        # merges may make the same token, whose rank is that of the first.
+        # tiktoken merges in order of rank and returns ranks. Ids may be in another order. If two
+        # merges make the same token, it has the rank of the first.
         by_rank = dict.fromkeys([*ALPHABET, *(merge.replace(" ", "") for merge in merges)])
         self.ids = np.array([vocab[token] for token in by_rank], np.uint16)
         if not hasattr(tiktoken.Encoding, "encode_to_numpy"):
@@ -123,8 +123,8 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def from_tokenizer_json(content: dict) -> tuple[dict[str, int], list[str]]:
-    """Return vocabulary and merges of the file that Hugging Face's tokenizers write. Raise
-    ValueError if it has a setting that changes the tokens of a text."""
+    """Return the vocabulary and merges in a file that Hugging Face's tokenizers wrote. Raise
+    ValueError if any of its settings changes how text is tokenized."""
     model, split, added = content["model"], content["pre_tokenizer"], content["added_tokens"]
     kind = model["type"], split["type"], split.get("use_regex", True)
     keys = "normalizer", "dropout", "ignore_merges", "end_of_word_suffix", "add_prefix_space"
@@ -145,7 +145,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def gpt2_tokenizer(may_download: bool = False) -> Tokenizer | None:
-    """Return OpenAI's tokenizer from tiktoken's cache, or None if it is neither there nor may be
+    """Return OpenAI's tokenizer from tiktoken's cache, or None if it is not there and must not be
     downloaded. Raise UserError if the download fails."""
     cache = os.environ.get("TIKTOKEN_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
     paths = [Path(cache, hashlib.sha1(url.encode()).hexdigest()) for url in GPT2]
@@ -161,7 +161,7 @@ def gpt2_tokenizer(may_download: bool = False) -> Tokenizer | None:
 
 def find_tokenizer(folder: Path, name: str) -> Tokenizer | None:
     """Return the tokenizer with this name ("" for any), whose files may be in folder, or None if it
-    is not on this machine. Raise UserError if the files are another's."""
+    is not on this machine. Raise UserError if folder holds a different tokenizer."""
     found = read_tokenizer(folder)
     if found and name not in ("", found.name):
         raise UserError(f"{folder} holds tokens of {name}, but the vocabulary of {found.name}")

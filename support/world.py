@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# DDP imports this module. After the ranks connect, its default arguments would keep their group and
-# gloo's threads until Python ends, and a thread that frees a tensor then aborts the process.
+# DDP imports this. After the ranks connect, the default arguments in it would keep their group and
+# gloo's threads until Python exits, and a thread that frees a tensor then aborts the process.
 import torch.distributed.nn.functional
 from torch import Tensor
 
@@ -142,9 +142,9 @@ def ignore_signals():
 
 
 class Stop:
-    """Is true after a signal to stop, or when --max-hours are over. A later signal ends the program
-    at once. Within two seconds it is the same one: terminals, SLURM and systemd signal torchrun and
-    every rank, and torchrun signals the ranks again. What nohup ignores stays ignored."""
+    """Is true after a signal to stop, or once --max-hours are over. A later signal ends the program
+    at once, unless it follows within two seconds: terminals, SLURM and systemd signal torchrun and
+    every rank, and torchrun signals the ranks again. Signals that nohup ignores stay ignored."""
 
     def __init__(self, end_at: float):
         self.end_at = end_at  # time.monotonic()
