@@ -124,7 +124,7 @@ class TrainConfig:
         return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
 
     def num_micro_batches(self, num_ranks: int) -> int:
-        """Return each rank's number of passes per step. Raise UserError if it is not whole."""
+        """Return each rank's micro-batches per step. Raise UserError if they are not whole."""
         B, T = self.micro_batch_size, self.seq_len
         per_pass = B * T * num_ranks
         if self.batch_tokens % per_pass:
@@ -271,7 +271,7 @@ def make_python_source(data_dir: Path):
 
 def first_micro_batch(flags: ChainMap, world: Any) -> int:
     """Return the micro-batch size to try first: the saved one, else 64 sequences on a GPU (as in
-    the lecture), else 4,096 tokens; or less, so that a step is a whole number of passes."""
+    the lecture), else 4,096 tokens; or less, so that a step has a whole number of them."""
     default = 64 if world.device.type == "cuda" else 4096 // flags["seq_len"]
     sizes = range(flags["micro_batch_size"] or default, 0, -1)
     tokens = flags["seq_len"] * world.size  # of a pass of one sequence on each rank

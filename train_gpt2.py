@@ -150,8 +150,9 @@ class Run:
         self.val_losses: dict[int, float] = {}  # by step
         out_dir = world.on_main(checkpoint.find_run, typed)  # None for a new run
         config, given, state = world.together(self.read, typed, saved, out_dir)
-        what = config, self.data.fingerprint, state.get("step")
-        world.check_same("the flags, data or checkpoint", what)
+        world.check_same("the flags", config)
+        world.check_same("the data", self.data.fingerprint)
+        world.check_same("the checkpoints", state.get("step"))
 
         config, measured = device.choose(config, given, world)
         set_backends(config, world)
@@ -255,8 +256,8 @@ def record_start(run: Run, saved: dict, measured: str):
         f"optimizer: {'Muon for the matrices, AdamW for the rest' if config.muon else 'AdamW'}",
         f"device: {size} x {machine['device']}, torch {machine['torch']}",
         f"speed-ups: {', '.join(speed_ups) or 'none'}{measured}",
-        f"step: {config.batch_tokens:,} tokens, {size} ranks x {config.num_micro_batches(size)}"
-        f" passes x {loader.B} x {loader.T}",
+        f"step: {config.batch_tokens:,} tokens = ranks {size} x micro-batches"
+        f" {config.num_micro_batches(size)} x sequences {loader.B} x tokens {loader.T}",
         *(flags.changes(saved, now) if saved else ()),
     ]
     if num_epochs > 5:
@@ -278,8 +279,8 @@ def save(run: Run):
     if not nn.utils.get_total_norm(weights).isfinite():
         raise RunError(f"after step {run.step} the weights are not finite: nothing was saved")
     # A background thread would have to copy everything first, to gain 2 s per 250 steps.
-    what = run.model, run.state(), run.tokenizer, run.data.tokenizer
-    world.on_main(checkpoint.save, run.out_dir, *what)
+    tokenizer, name = run.tokenizer, run.data.tokenizer
+    world.on_main(checkpoint.save, run.out_dir, run.model, run.state(), tokenizer, name)
     world.on_main(checkpoint.rotate, run.out_dir, run.step, run.config.keep, run.val_losses)
     run.log.record(saved=run.step)
 
@@ -403,8 +404,8 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
     figures, text = dict[str, float](), ""
     run.net.eval()
     if config.eval_tokens:
-        what = run.val_loader, run.tokenizer, config, world
-        figures = evaluate.validate(run.net, model, *what, stop)
+        loader, tokenizer = run.val_loader, run.tokenizer
+        figures = evaluate.validate(run.net, model, loader, tokenizer, config, world, stop)
     if run.step or config.init_from:  # random weights would produce only noise
         if run.questions:
             figures |= evaluate.answers(model, run.questions, config.dtype, world, stop)
