@@ -39,7 +39,7 @@ from config import TrainConfig
 from dataloader import GPT2_TOKENS, ShardError, ShardLoader, open_folder
 from model import GPT, ComputeConfig, GPTConfig
 from support import checkpoint, device
-from support.log import Log, draw, find_tracker
+from support.log import Log, find_tracker
 from support.muon import MuonAdamW
 from support.tokenizer import find_tokenizer
 from support.world import DONE, INTERRUPTED, STOPPED, Stop, World, connected, ignore_signals
@@ -421,8 +421,6 @@ def evaluate_now(run: Run, stop: Stop) -> bool:
         run.log.record(f"{after} {evaluate.format_metrics(figures)}", step=run.step, **figures)
     if text:
         run.log.record(f"sample {after}\n{text}", step=run.step, sample=text)
-    if world.is_main and run.step:  # importing matplotlib would delay the first step
-        draw(run.out_dir)
     return False
 
 

@@ -308,7 +308,6 @@ def main():
     print_tables(runs)
     if table := [row for run in runs for row in comparison(run, references)]:
         print("\n" + machine.markdown(table))
-    # The run itself draws loss.png, so the picture beside it has another name.
     path = args.out or machine.unused(Path(args.runs[0], "curves.png"))
     draw(runs, references, path, [args.x] if args.x else [*AXES])
 

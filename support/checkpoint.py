@@ -36,7 +36,6 @@ from support.tokenizer import Tokenizer, find_tokenizer, read_tokenizer
 
 SUMS = "SHA256SUMS"
 NEEDED = ("config.json", "model.safetensors", "state.json", "training.safetensors")
-FORMER = "optimizer.safetensors"  # in place of training.safetensors before version 1.0
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's files
 UNUSED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # old files' masks; copy of wte
 WTE, WPE = "transformer.wte.weight", "transformer.wpe.weight"
@@ -71,8 +70,7 @@ def find_run(typed: dict) -> Path | None:
         raise UserError(f"--out-dir {name} holds a run: add --resume, or name another folder")
     if resume:
         raise UserError(f"--resume: {name} holds no checkpoint")
-    files = {path.name for path in out_dir.glob("*")}
-    if LOG not in files and files & {"config.json", "loss.png"}:  # which we would overwrite
+    if (out_dir / "config.json").exists() and not (out_dir / LOG).exists():  # we would overwrite it
         raise UserError(f"--out-dir {name} holds another program's files: name another folder")
     return None
 
@@ -193,7 +191,7 @@ def newest(out_dir: Path) -> Path:
         damaged = damaged_file(path)
         if not damaged:
             return path
-        print(f"{path} is damaged ({damaged}): trying the one before", file=sys.stderr)
+        print(f"{path}: {damaged} is damaged or missing; trying the one before", file=sys.stderr)
     raise RunError(f"no checkpoint in {out_dir} is whole")
 
 
@@ -203,8 +201,7 @@ def damaged_file(path: Path) -> str:
     try:
         lines = (path / SUMS).read_text("latin-1").splitlines(keepends=True)
         expected = {line[66:-1]: line for line in lines}  # after 64 digits and 2 spaces
-        if FORMER not in expected:
-            expected = dict.fromkeys(NEEDED, "") | expected
+        expected = dict.fromkeys(NEEDED, "") | expected
         return next((name for name in expected if expected[name] != sum_line(path / name)), "")
     except (FileNotFoundError, IsADirectoryError) as error:  # the latter if SHA256SUMS is cut
         return Path(error.filename).name
@@ -213,8 +210,6 @@ def damaged_file(path: Path) -> str:
 def load_newest(out_dir: Path) -> tuple[Path, dict]:
     """Return a run's newest good checkpoint, and the state in it, as Run.state() gave it."""
     path = newest(out_dir)
-    if (path / FORMER).exists():
-        raise UserError(f"{path} is of a version before 1.0: --init-from {path} takes its weights")
     state = json.loads((path / "state.json").read_bytes())
     return path, state | {"tensors": load_file(path / "training.safetensors")}
 

@@ -1,4 +1,4 @@
-"""A run's output: log.jsonl, the terminal, Weights & Biases and loss.png."""
+"""A run's output: log.jsonl, the terminal, and Weights & Biases."""
 
 import importlib.util
 import json
@@ -61,20 +61,3 @@ def find_tracker() -> Any:
         if importlib.util.find_spec(name):
             return importlib.import_module(name)
     raise UserError("--wandb needs Weights & Biases: pip install wandb, or pip install trackio")
-
-
-def draw(out_dir: Path):
-    """Draw the losses in a run's log into loss.png, if matplotlib is installed."""
-    if not importlib.util.find_spec("matplotlib"):
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.8), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    records = read_log(out_dir)  # by step, what a resume has repeated counts once
-    for name, label, size in (("loss", "training", 2), ("val_loss", "validation", 6)):
-        by_step = {record["step"]: record[name] for record in records if name in record}
-        axes.plot([*by_step], [*by_step.values()], "o", markersize=size, label=label)
-    axes.legend()
-    figure.savefig(out_dir / "loss.tmp", format="png", dpi=200)
-    os.replace(out_dir / "loss.tmp", out_dir / "loss.png")

@@ -1,6 +1,5 @@
-"""Tests ../support/log.py: log.jsonl, the terminal and loss.png."""
+"""Tests ../support/log.py: log.jsonl and the terminal."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from conftest import NEEDS_POSIX, ended, flags, losses, redirect, server, train
 
 from config import TrainConfig
 from support.cli import show
-from support.log import LOG, Log, draw, read_log
+from support.log import LOG, Log, read_log
 
 CONFIG = TrainConfig(warmup_steps=0, steps=3)
 
@@ -40,7 +39,6 @@ def test_log_every(data_dir, tmp_path):
     shown = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]
     assert shown == ["1/12", "5/12", "10/12", "12/12"]
     assert len(losses(tmp_path / "run")) == 12
-    assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def show_to(target: str, out: Path):
@@ -72,22 +70,3 @@ def test_lost_outputs(target, tmp_path):
     process = server().Process(target=show_to, args=(target, tmp_path / "out"))
     code, _, err = ended(process, tmp_path / "out")
     assert code == 0 and err.splitlines() == (["OSError 28"] if target == "/dev/full" else [])
-
-
-# ---- loss.png ------------------------------------------------------------------------------------
-
-
-def test_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-
-    def step(n: int, **figures) -> str:
-        return json.dumps({"step": n} | figures) + "\n"
-
-    validated = step(0, val_loss=5.5) + step(4, val_loss=5.0)
-    many = "".join(step(n, loss=5.0 - n / 999) for n in range(1, 999))
-    for text in (validated, step(1, loss=5.0), many + validated):
-        (tmp_path / LOG).write_text(text)
-        draw(tmp_path)
-        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-        (tmp_path / "loss.png").unlink()
-        assert not (tmp_path / "loss.tmp").exists()

@@ -32,8 +32,9 @@ def test_notebook(tmp_path, monkeypatch):
         texts.append("".join(output.get("text", "") for output in outputs).replace("\r\n", "\n"))
     assert num_pictures == 3  # losses, attention, the ladder
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", "".join(texts))  # as of a progress bar
-    train, resumed, sample, logits = [text for text in texts if text]
-    assert "done: 60 steps" in train and 0 < len(re.findall("^step ", train, re.M)) < 30
+    train, plot, resumed, sample, logits = [text for text in texts if text]
+    assert "out/nano" in plot and "done: 60 steps" in train
+    assert 0 < len(re.findall("^step ", train, re.M)) < 30
     assert "resumed after step 60" in resumed and "done: 75 steps" in resumed
     assert sample.startswith("def mean(values):") and len(sample) > 200
     assert len(re.findall(r"^0\.\d{3}  b'", logits, re.M)) == 5

@@ -66,7 +66,6 @@ PHASES = {  # the checkpoint that is left; None: nothing is saved
     "evaluate.validate 3": 6,
     "evaluate.samples 2": 6,
     "evaluate.answers 2": 6,
-    "draw 5": 12,
     "log_step 4": 5,
     "checkpoint.save 6": 12,
 }
@@ -82,9 +81,7 @@ def test_signal_in_any_phase(trial, phase, ranks):
     name, nth = phase.split()
     code, _, err = trial.train(ranks, at(name, int(nth), send, signal.SIGTERM), **changes)
     step = PHASES[phase]
-    if phase == "draw 5":  # all is done and saved
-        assert code == 0 and "done" in read_log(trial.out_dir)[-1]
-    elif step is None:
+    if step is None:
         assert code == INTERRUPTED and trial.saved() == []
     else:
         assert code == 3, err
