@@ -54,14 +54,14 @@ def test_sizes():
             assert model.flops_per_token() == pytest.approx(855.4e6, rel=1e-4)  # nanoGPT's
 
 
-def hugging_face(config: GPTConfig, spread: float = 0.02):
+def hugging_face(config: GPTConfig, spread: float = 0.02, dropout: float = 0.0):
     """Return Hugging Face's network of this shape, with every parameter off its initial value."""
     transformers = pytest.importorskip("transformers", reason="the oracle is transformers' GPT-2")
     shape = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
     shape |= {"n_positions": config.seq_len, "vocab_size": config.vocab_size}
-    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    shape |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     torch.manual_seed(1)
-    oracle = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **off)).eval()
+    oracle = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
     with torch.no_grad():
         for p in oracle.parameters():
             p.add_(torch.randn(p.shape), alpha=spread)
@@ -72,14 +72,18 @@ def in_our_layout(theirs: torch.Tensor, name: str) -> torch.Tensor:
     return theirs.t() if name.endswith(CONV1D) else theirs
 
 
+def copy_weights(oracle: torch.nn.Module, model: GPT):
+    for name, p in model.weights().items():
+        p.copy_(in_our_layout(oracle.get_parameter(name).detach(), name))
+
+
 def check_against_hugging_face(config: GPTConfig, flash: bool, dtype: torch.dtype):
     """Compare logits, losses, gradients and weights of three steps: in float32 to 1e-5, in float64,
     with logits in float32, to 1e-6."""
     oracle = hugging_face(config).to(dtype)
     model = GPT(config, ComputeConfig(flash=flash)).to(dtype)
     rel = 1e-6 if dtype == torch.float64 else 1e-5
-    for name, p in model.weights().items():
-        p.copy_(in_our_layout(oracle.get_parameter(name).detach(), name))
+    copy_weights(oracle, model)
     row = tokens(2, 33, vocab_size=config.vocab_size)
     idx, targets = row[:, :-1], row[:, 1:]
     logits = oracle(idx).logits
@@ -246,6 +250,19 @@ def test_dropout(flash):
     ones = torch.ones(50, 50, 4, 4)
     kept = model.transformer.h[0].attn.attend(ones, ones, ones, 0.5)  # each weight 0 or doubled
     assert kept.mean().item() == pytest.approx(1, abs=0.05) and kept.std() > 0.3
+
+
+def test_dropout_of_hugging_face():
+    """With the same random numbers, both drop the same activations, in the same places."""
+    config = shape_of("gpt2", n_layer=2, vocab_size=997, seq_len=32)
+    oracle = hugging_face(config, dropout=0.1).train()
+    model = GPT(config, ComputeConfig(flash=False, dropout=0.1))
+    copy_weights(oracle, model)
+    idx = tokens(2, 32, vocab_size=997)
+    torch.manual_seed(1)
+    logits = model.logits(idx)[..., :997]
+    torch.manual_seed(1)
+    assert_close(logits, oracle(idx).logits, rtol=1e-4, atol=1e-4)
 
 
 def loss_and_gradients(
