@@ -183,7 +183,7 @@ class Run:
         state: dict = {}
         source = (saved | typed).get("init_from")
         if out_dir:
-            source, state = checkpoint.load_newest(out_dir)  # so weights are loaded in one way
+            source, state = checkpoint.load_newest(out_dir)  # where the weights are, too
             saved = state["flags"]
             flags.check_fixed(typed, saved)
         taken = flags.to_take(saved, device.device_name(self.world.device))

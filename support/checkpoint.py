@@ -200,8 +200,8 @@ def damaged_file(path: Path) -> str:
     or "" if all are good. Raise OSError for any other disk error, which is not damage."""
     try:
         lines = (path / SUMS).read_text("latin-1").splitlines(keepends=True)
-        expected = {line[66:-1]: line for line in lines}  # after 64 digits and 2 spaces
-        expected = dict.fromkeys(NEEDED, "") | expected
+        # In a line, the name follows 64 digits and 2 spaces.
+        expected = dict.fromkeys(NEEDED, "") | {line[66:-1]: line for line in lines}
         return next((name for name in expected if expected[name] != sum_line(path / name)), "")
     except (FileNotFoundError, IsADirectoryError) as error:  # the latter if SHA256SUMS is cut
         return Path(error.filename).name

@@ -174,10 +174,12 @@ def test_shard_cut_in_use(shards):
 
 
 def test_id_beyond_vocabulary(shards):
-    shard = shards[3]
-    largest = shard.read(0, shard.num_tokens).max()
-    with pytest.raises(ShardError, match=f"holds token {largest}, above {largest - 1}: prepare"):
-        replace(shard, max_id=largest - 1).read(0, shard.num_tokens)
+    loader = ShardLoader(shards, 1, T)
+    largest = max(loader[number].max() for number in range(len(loader)))
+    limited = ShardLoader([replace(shard, max_id=largest - 1) for shard in shards], 1, T)
+    text = f"train_3.bin holds token {largest}, above {largest - 1}: prepare"
+    with pytest.raises(ShardError, match=text):
+        [limited.next_batch() for _ in range(44)]
 
 
 def test_sequence_too_long(shards):
