@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    before,
     digest,
     equal,
     finish,
@@ -35,14 +35,18 @@ from conftest import (
     weights,
     write_shard,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch import distributed as dist
+from torch.futures import Future
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import model as network
 import train_gpt2
 from config import TrainConfig
 from dataloader import ShardLoader, open_folder
 from model import GPT, GPTConfig
-from support import checkpoint
+from support import checkpoint, world
 from support.checkpoint import checkpoints
 from train_gpt2 import learning_rate
 
@@ -116,30 +120,64 @@ def test_micro_batches_and_ranks(data_dir, once, tmp_path, ranks, B):
     assert losses(several) == pytest.approx(one, rel=1e-6)
 
 
-def count_averages(rank: int):
-    """Injection: write down how often the gradients have been averaged after each step."""
-    log_step, counts = train_gpt2.log_step, [0]
+class Collectives(TorchDispatchMode):
+    """Adds up the bytes that each kind of collective sends. An all-reduce of three numbers is a
+    kind of its own."""
 
-    def counted(group, bucket):
-        counts[-1] += 1
-        return allreduce_hook(group, bucket)
+    def __init__(self):
+        super().__init__()
+        self.sent: Counter = Counter()
 
-    def log_and_count(*args):
-        log_step(*args)
-        Path(f"counts{rank}").write_text(json.dumps(counts))
-        counts.append(0)
-
-    train_gpt2.log_step = log_and_count
-    before("train", 1, lambda run: run.net.register_comm_hook(None, counted), rank, rank)
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            num_bytes = sum(tensor.nbytes for tensor in tree_leaves(args[0]))
+            self.sent["numbers" if num_bytes == 12 else str(function)] += num_bytes
+        return function(*args, **(kwargs or {}))
 
 
-def test_one_average_per_step(data_dir, tmp_path):
-    """Not one per pass, which would take several times as long between machines."""
-    line = flags(data_dir=data_dir, out_dir="run", steps=3, micro_batch_size=1)
-    code, _, err = train(line, tmp_path, 2, inject=count_averages)
+def average(_, bucket) -> Future[torch.Tensor]:
+    """DDP's own hook would fail: an all-reduce of the fake group has no result."""
+    dist.all_reduce(bucket.buffer())
+    future = Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def count_collectives(size: int, rank: int):
+    """Injection: this process is one of `size` ranks, whose collectives do nothing. Write down what
+    each step sends."""
+    os.environ.update(RANK="0", WORLD_SIZE=str(size))
+    world.connect = lambda _: dist.init_process_group("fake", None, None, size, 0, FakeStore())
+    train_step, steps = train_gpt2.train_step, []
+
+    class AveragingDDP(train_gpt2.DDP):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.register_comm_hook(None, average)
+
+    def counted(*args):
+        with Collectives() as collectives:
+            result = train_step(*args)
+        steps.append(collectives.sent)
+        Path("sent").write_text(json.dumps(steps))
+        return result
+
+    train_gpt2.DDP, train_gpt2.train_step = AveragingDDP, counted
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_what_a_step_sends(size, data_dir, tmp_path):
+    """The gradients once, not once per pass; Muon's updates once, in bfloat16; three numbers."""
+    changes = {"n_layer": 8, "muon": True, "bf16": True, "batch_tokens": 3 * size * 16}
+    line = flags(data_dir=data_dir, out_dir="run", steps=3, micro_batch_size=1, **changes)
+    code, _, err = train(line, tmp_path, inject=partial(count_collectives, size))
     assert code == 0, err
-    for rank in (0, 1):
-        assert json.loads((tmp_path / f"counts{rank}").read_text()) == [1, 1, 1]
+    model = GPT(GPTConfig(257, seq_len=16, n_layer=8, n_head=2, n_embd=32))
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    updates = 2 * sum(p.numel() for p, _ in model.matrices())
+    expected = {"numbers": 12, "c10d.allreduce_.default": gradients}
+    expected["c10d.allgather_.default"] = updates
+    assert json.loads((tmp_path / "sent").read_text()) == [expected] * 3
 
 
 SPEED_UPS = ["--no-flash --no-pad-vocab --no-fused", "--recompute --loss-chunk-tokens=5"]
