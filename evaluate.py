@@ -2,12 +2,16 @@
 python evaluate.py out/book                        # on the run's own validation data
 python evaluate.py gpt2 --data-dir data/fineweb    # a name on the Hugging Face hub
 python evaluate.py out/124M --hellaswag hellaswag_val.jsonl
+python evaluate.py out/book --text a.txt b.txt --tokens tokens.csv    # how likely are these texts?
 """
 
+import csv
+import itertools
 import json
 import math
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from config import TrainConfig, resolve, to_take
 from dataloader import ShardLoader, open_folder
 from model import GPT, VARLEN_BACKENDS, ComputeConfig
-from support.checkpoint import find_weights, load_weights
+from support.checkpoint import find_weights, load_model, load_weights
 from support.cli import Parser, UserError, program, show
 from support.device import autocast, device_name, to_device
 from support.tokenizer import Tokenizer, find_tokenizer, read_json
@@ -49,26 +53,41 @@ def validate(  # noqa: PLR0913
     # A forward-only pass must be compiled separately, which takes 7 s on an H100: the time it saves
     # in some 200 batches, or a few validations of 64. But the compiled pass takes less memory.
     is_short = len(batches) <= 64 and not config.recompute and not config.loss_chunk_tokens
-    num_bytes = 0  # bytes of text in the targets
+    sizes = np.zeros(2, np.int64)  # bytes and characters of text in the targets
     loss_sum = torch.zeros(1, device=world.device)
     for numbers in batches:
         if stop:
             break
         batch = loader.batch(numbers)
         if tokenizer:
-            num_bytes += tokenizer.lengths[batch[1]].sum()
+            sizes += tokenizer.sizes[batch[1]].sum(axis=(0, 1))
         # net is compiled for full batches, so a shorter last batch uses the plain model.
         forward = model if is_short or len(numbers) < loader.B else net
         with autocast(config.dtype, world.device):
             loss = forward(*to_device(batch, world.device))
         loss_sum += loss * len(numbers)
     val_loss = world.sum(loss_sum).item() / num_sequences
-    figures = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 700))}
-    num_bytes = sum(world.gather(num_bytes))  # world.sum's float32 is exact only up to 2**24
-    if num_bytes:
-        bytes_per_token = num_bytes / (num_sequences * loader.T)
-        figures["bits_per_byte"] = val_loss / math.log(2) / bytes_per_token
+    sizes = sum(world.gather(sizes))  # world.sum's float32 is exact only up to 2**24
+    return {"val_loss": val_loss} | other_units(val_loss, num_sequences * loader.T, sizes)
+
+
+def other_units(loss: float, num_tokens: float, sizes: Iterable) -> dict[str, float]:
+    """Return a mean loss in nats per token in other units. sizes are the text's bytes and
+    characters, or 0 if they are not known."""
+    figures = {"perplexity": math.exp(min(loss, 700))}
+    for unit, size in zip(("byte", "character"), sizes, strict=True):
+        if size:
+            figures[f"bits_per_{unit}"] = loss / math.log(2) * num_tokens / float(size)
     return figures
+
+
+def load_with_tokenizer(name: str, world: World) -> tuple[GPT, Tokenizer]:
+    """Return the network that `name` names, on this World's device, and its tokenizer. Raise
+    UserError if that is not on this machine."""
+    model, tokenizer = load_model(name)
+    if tokenizer is None:
+        raise UserError(f"the tokenizer of {name} is not here: copy its files beside the weights")
+    return model.to(world.device), tokenizer
 
 
 def format_metrics(figures: dict[str, float]) -> str:
@@ -168,6 +187,60 @@ def choice_losses(model: GPT, question: Question, device: torch.device) -> np.nd
     return np.array(sums)
 
 
+@torch.no_grad()
+def score(model: GPT, tokens: list[int], end_of_text: int) -> Iterator[tuple]:
+    """Yield for each token of a text: its surprisal in nats, its rank (1 if no token was likelier),
+    the three likeliest tokens, and their probabilities. The first token follows <|endoftext|>. A
+    window of seq_len tokens moves on by half of them at a time, so that each token but the first
+    ones has at least half a window before it. What is yielded beyond the text is padding."""
+    T, hop = model.config.seq_len, math.ceil(model.config.seq_len / 2)
+    num_windows = 1 + math.ceil(max(0, len(tokens) - T) / hop)
+    row = torch.tensor([end_of_text, *tokens], device=model.lm_head.weight.device)
+    row = F.pad(row, (0, T + (num_windows - 1) * hop - len(tokens)))
+    windows = row.unfold(0, T + 1, hop)  # (num_windows, T + 1)
+    # The first window scores all its tokens, the others those that the window before has not.
+    for start, part in ((0, windows[:1]), (T - hop, windows[1:])):
+        for batch in part.split(max(1, 2048 // T)):  # to limit the memory for logits
+            features = model.features(batch[:, :-1])[:, start:]
+            logits = model.head(features)[..., : model.config.vocab_size]
+            log_probs = logits.float().log_softmax(-1)
+            own = log_probs.gather(-1, batch[:, 1 + start :, None])
+            ranks = 1 + (log_probs > own).sum(-1)
+            top, ids = log_probs.topk(3)
+            columns = -own[..., 0], ranks, ids, top.exp()
+            yield from zip(*(column.flatten(0, 1).tolist() for column in columns), strict=True)
+
+
+def score_texts(texts: dict[str, str], model: GPT, tokenizer: Tokenizer, path: str):
+    """Print the figures of each text and of all together. Write a row for each token into a new CSV
+    file at path, unless path is empty."""
+    total = np.zeros(4)
+    with open(path or os.devnull, "x" if path else "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        top_columns = "token1", "p1", "token2", "p2", "token3", "p3"
+        table.writerow(["file", "offset", "token", "bits", "rank", *top_columns])
+        for name, text in texts.items():
+            tokens, nats, offset = tokenizer.encode(text), 0.0, 0
+            scores = score(model, tokens, tokenizer.end_of_text)
+            for token, (loss, rank, ids, probs) in zip(tokens, scores, strict=False):
+                top = zip(map(tokenizer.token_text, ids), probs, strict=True)
+                row = name, offset, tokenizer.token_text(token), loss / math.log(2), rank
+                table.writerow([*row, *itertools.chain(*top)])
+                nats += loss
+                offset += len(tokenizer.tokens[token])
+            counts = np.array([nats, len(tokens), *tokenizer.sizes[tokens].sum(axis=0)])
+            show(f"{name}: {text_figures(*counts)}")
+            total += counts
+    if len(texts) > 1:
+        show(f"{len(texts)} texts: {text_figures(*total)}")
+
+
+def text_figures(nats: float, num_tokens: float, num_bytes: float, num_chars: float) -> str:
+    loss = nats / max(1, num_tokens)
+    figures = {"nats_per_token": loss} | other_units(loss, num_tokens, (num_bytes, num_chars))
+    return f"{num_tokens:,.0f} tokens, {num_chars:,.0f} characters, {format_metrics(figures)}"
+
+
 def evaluate(typed: dict, world: World):
     """Print the figures of a run's newest checkpoint, or of other weights, as a line of text."""
     weights = find_weights(typed.pop("weights"))
@@ -191,14 +264,30 @@ def evaluate(typed: dict, world: World):
         show(f"{weights.folder} on {data.folder}: {format_metrics(figures)}")
 
 
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_bytes().decode()  # with all line ends, for offsets into the file
+    except UnicodeDecodeError as error:
+        raise UserError(f"--text {path} is not UTF-8: {error}") from error
+
+
 @program
 def main(argv: list[str]):
     names = "data_dir", "eval_tokens", "hellaswag", "device"
     parser = Parser(TrainConfig, __doc__ or "", names)
     parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
+    parser.add_argument("--text", nargs="+", help="score these texts, each in a file of UTF-8")
+    parser.add_argument("--tokens", help="with --text, a CSV file to make, with a row per token")
     typed = parser.parse(argv)
+    texts = {path: read_text(path) for path in typed.pop("text", [])}
+    table = typed.pop("tokens", "")
+    if table and not texts:
+        raise UserError(f"--tokens {table} needs --text")
     with connected(typed.get("device", "")) as world:
-        evaluate(typed, world)
+        if not texts:
+            evaluate(typed, world)
+        elif world.is_main:
+            score_texts(texts, *load_with_tokenizer(typed["weights"], world), table)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ ALPHABET = [chr(byte) for byte in range(256)]  # the character of each byte
 for i, byte in enumerate([*range(33), *range(127, 161), 173]):
     ALPHABET[byte] = chr(256 + i)
 BYTES = {char: bytes([byte]) for byte, char in enumerate(ALPHABET)}
+CONTINUATION = bytes(range(0x80, 0xC0))  # in UTF-8, the bytes of a character after its first
 NAMES = {"bpe-5b5388827ac5": "bytes", "bpe-9003f2b5e3ee": "gpt2"}
 
 
@@ -51,9 +52,12 @@ class Tokenizer:
         self.tokens = [b""] * (1 << 16)  # by id; none for padding ids, which are beyond the last
         for token, i in vocab.items():  # special ones may hold characters that stand for no byte
             self.tokens[i] = b"".join(BYTES.get(char, char.encode()) for char in token)
-        # The number of bytes in each token, int64 (65536,), with 0 for the end of text.
-        self.lengths = np.array([len(token) for token in self.tokens], np.int64)
-        self.lengths[self.end_of_text] = 0
+        # The bytes and characters in each token, int64 (65536, 2), with 0 for the end of text. A
+        # character may be split over tokens: it counts in the one with its first byte.
+        firsts = [token.translate(None, CONTINUATION) for token in self.tokens]
+        sizes = [[len(token) for token in tokens] for tokens in (self.tokens, firsts)]
+        self.sizes = np.array(sizes, np.int64).T
+        self.sizes[self.end_of_text] = 0
         self.sha256 = hashlib.sha256(json.dumps([self.vocab, merges, end]).encode()).hexdigest()
         name = f"bpe-{self.sha256[:12]}"
         self.name = NAMES.get(name, name)
@@ -81,6 +85,10 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens. Bytes that do not form a whole character become U+FFFD."""
         return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+
+    def token_text(self, token: int) -> str:
+        """Return a token's text. Bytes that are no whole character are written as \\xf0."""
+        return self.tokens[token].decode(errors="backslashreplace")
 
     def files(self, seq_len: int | None = None) -> dict[str, bytes]:
         """Return the files that transformers.AutoTokenizer loads, by name."""

@@ -1,5 +1,6 @@
 """Tests ../evaluate.py: what it measures, by independent computations, and as a program."""
 
+import csv
 import itertools
 import json
 import math
@@ -45,6 +46,9 @@ def test_bits_per_byte(tmp_path, name):
     ids = np.array([i for text in texts for i in (end, *tokenizer.encode(text))])
     sizes = np.array([0 if i == end else len(tokenizer.tokens[i]) for i in ids])
     assert sizes.sum() == len("".join(texts).encode())
+    begins = [[b & 0xC0 != 0x80 for b in tokenizer.tokens[i]] for i in ids]  # a character
+    counts = np.array([0 if i == end else sum(begun) for i, begun in zip(ids, begins, strict=True)])
+    assert counts.sum() == len("".join(texts))
     for file, part in (("val_0.bin", ids[:301]), ("val_1.bin", ids[301:])):
         write_shard(tmp_path / file, part)
     shards = [open_shard(path) for path in sorted(tmp_path.iterdir())]
@@ -61,8 +65,10 @@ def test_bits_per_byte(tmp_path, name):
         figures = evaluate.validate(model, model, loader, tokenizer, config, ALONE)
         assert figures["val_loss"] == pytest.approx(loss, rel=1e-5)
         assert figures["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
-        bits = figures["val_loss"] / math.log(2) * T * len(starts) / num_bytes
-        assert figures["bits_per_byte"] == pytest.approx(bits)
+        bits = figures["val_loss"] / math.log(2) * T * len(starts)
+        assert figures["bits_per_byte"] == pytest.approx(bits / num_bytes)
+        num_chars = sum(counts[i + 1 : i + 1 + T].sum() for i in starts)
+        assert figures["bits_per_character"] == pytest.approx(bits / num_chars)
         ratios.add(round(num_bytes / len(starts) / T, 1))
     assert len(ratios) > (2 if name == "gpt2" else 1)
     figures = evaluate.validate(model, model, loader, None, config, ALONE)
@@ -157,6 +163,67 @@ def test_independent_scoring(count, tmp_path):
     assert len({*shares.values()}) > 1
 
 
+# ---- Texts ----
+
+TEXTS = {
+    "emoji": "a 🙂🙂\r\né中文 <|endoftext|>" * 5,
+    "one": "x",
+    "empty": "",
+    "words": "so it goes. " * 9,
+}
+
+
+@pytest.mark.parametrize("T", [1, 7, 20])
+def test_scores_of_texts(T, tmp_path, capsys, monkeypatch):
+    """By transformers, from one window for each token."""
+    monkeypatch.chdir(tmp_path)
+    oracle = hugging_face(GPTConfig(257, T, 2, 2, 32), spread=0.1)
+    oracle.save_pretrained("hf")
+    for name, content in BYTES.files().items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_bytes(text.encode())
+    line = ["hf", "--text", *TEXTS, "--tokens", "out.csv"]
+    assert evaluate.main(line) == 0
+    said = capsys.readouterr().out.splitlines()
+    with open("out.csv", newline="", encoding="utf-8") as file:
+        rows = [*csv.DictReader(file)]
+    total = 0.0
+    for name, text in TEXTS.items():
+        ids, nats = [256, *text.encode()], 0.0
+        for i in range(1, len(ids)):
+            row = rows.pop(0)
+            start = 0 if i <= T else math.ceil((i - T) / math.ceil(T / 2)) * math.ceil(T / 2)
+            with torch.no_grad():
+                log_probs = oracle(torch.tensor([ids[start:i]])).logits[0, -1].log_softmax(-1)
+            surprisal = -log_probs[ids[i]].item()
+            nats += surprisal
+            assert float(row["bits"]) == pytest.approx(surprisal / math.log(2), abs=1e-5)
+            assert int(row["rank"]) == 1 + (log_probs > log_probs[ids[i]]).sum()
+            assert (row["file"], int(row["offset"])) == (name, i - 1)
+            byte = bytes([ids[i]]).decode(errors="backslashreplace")
+            assert row["token"] == byte
+            probs, tokens = log_probs.exp().topk(3)
+            for k, (prob, token) in enumerate(zip(probs.tolist(), tokens.tolist(), strict=True), 1):
+                assert row[f"token{k}"] == BYTES.token_text(token)
+                assert float(row[f"p{k}"]) == pytest.approx(prob, abs=1e-6)
+        total += nats
+        counts = f"{len(ids) - 1} tokens, {len(text)} characters, "
+        mean = nats / max(1, len(ids) - 1)
+        assert said.pop(0).startswith(f"{name}: {counts}nats per token {mean:.4f}, perplexity")
+    assert not rows
+    num_bytes, num_chars = len("".join(TEXTS.values()).encode()), len("".join(TEXTS.values()))
+    bits = total / math.log(2)
+    ends = f"bits per byte {bits / num_bytes:.4f}, bits per character {bits / num_chars:.4f}"
+    assert said == [
+        f"4 texts: {num_bytes} tokens, {num_chars} characters, " + said[0].split(", ", 2)[2]
+    ]
+    assert said[0].endswith(ends)
+    for mistake in (line, line[:1] + line[-2:], ["hf", "--text", "nowhere"]):
+        assert evaluate.main(mistake) != 0
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 # ---- The program ---------------------------------------------------------------------------------
 
 
@@ -172,7 +239,7 @@ def test_program(data_dir, tmp_path):
     asked |= {"dropout": 0.2, "learning_rate": 0.0}
     one, two = (run(tmp_path, data_dir, f"{n}", n, **asked) for n in (1, 2))
     figures = {}
-    for name in ("val_loss", "perplexity", "bits_per_byte", *ASKED):
+    for name in ("val_loss", "perplexity", "bits_per_byte", "bits_per_character", *ASKED):
         figures[name] = records(one, name)[2]
         assert records(two, name)[2] == pytest.approx(figures[name], rel=1e-5)
     said = evaluate.format_metrics(figures)
