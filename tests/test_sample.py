@@ -5,9 +5,13 @@ import os
 import sys
 
 import pytest
+import torch
+from test_model import hugging_face
 
 import sample
+from model import GPTConfig
 from support.checkpoint import checkpoints
+from support.tokenizer import bytes_tokenizer
 
 
 def sampled(capsys, *line: str) -> str:
@@ -41,10 +45,33 @@ def test_prompts_from_a_pipe(whole, capsys, monkeypatch):
     assert expected[0].count("ab c") == 2  # each sample begins with its prompt
 
 
+def test_likeliest_tokens(tmp_path, capsys):
+    oracle = hugging_face(GPTConfig(257, 8, 2, 2, 32), spread=0.1)
+    oracle.save_pretrained(tmp_path)
+    for name, content in bytes_tokenizer().files().items():
+        (tmp_path / name).write_bytes(content)
+    for prompt in ("ab", "longer than eight", ""):
+        ids = torch.tensor([[*prompt.encode()][-8:] or [256]])
+        with torch.no_grad():
+            probs = oracle(ids).logits[0, -1].softmax(-1)
+        lines = sampled(capsys, str(tmp_path), f"--prompt={prompt}", "--top=1000").splitlines()
+        names = [bytes([i]).decode(errors="backslashreplace") for i in range(256)]
+        names.append("<|endoftext|>")
+        expected = {repr(name): prob for name, prob in zip(names, probs.tolist(), strict=True)}
+        shown = {line[10:]: float(line[:7]) / 100 for line in lines}
+        assert shown == {name: pytest.approx(prob, abs=6e-6) for name, prob in expected.items()}
+        assert [*shown.values()] == sorted(shown.values(), reverse=True)
+        assert (
+            sampled(capsys, str(tmp_path), f"--prompt={prompt}", "--top=3").splitlines()
+            == lines[:3]
+        )
+
+
 MISTAKES = {
     "nowhere/run --prompt=a": "nowhere/run",
     "x --learning-rate=3": "--learning-rate=3",
     "x --top-k=-1": "--top-k -1",
+    "x --top=0": "--top 0",
 }
 
 
