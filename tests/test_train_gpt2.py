@@ -48,7 +48,7 @@ from dataloader import ShardLoader, open_folder
 from model import GPT, GPTConfig
 from support import checkpoint, world
 from support.checkpoint import checkpoints
-from train_gpt2 import learning_rate
+from train_gpt2 import learning_rate, make_optimizer
 
 slow = pytest.mark.slow
 OF_WEIGHTS = dict.fromkeys(("model", "n_layer", "n_head", "n_embd"))  # flags that weights decide
@@ -77,6 +77,14 @@ def plain_loop(data_dir: Path, seed: int | None) -> Iterator[tuple[float, float]
             group["lr"] = 0.01 * min((step + 1) / 2, 1, (12 - step) / 10)
         optimizer.step()
         yield loss.item(), norm
+
+
+@pytest.mark.parametrize(("muon", "beta2"), [(False, 0.95), (True, 0.99)])
+def test_beta2(muon, beta2):
+    config = TrainConfig(muon=muon, bf16=False, warmup_steps=0)
+    alone = world.World(0, 1, torch.device("cpu"))
+    optimizer = make_optimizer(GPT(GPTConfig(257, 16, 2, 2, 32)), config, alone)
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, beta2)] * 2
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
