@@ -6,7 +6,6 @@ python evaluate.py out/book --text a.txt b.txt --tokens tokens.csv    # how like
 """
 
 import csv
-import itertools
 import json
 import math
 import os
@@ -72,8 +71,8 @@ def validate(  # noqa: PLR0913
 
 
 def other_units(loss: float, num_tokens: float, sizes: Iterable) -> dict[str, float]:
-    """Return a mean loss in nats per token in other units. sizes are the text's bytes and
-    characters, or 0 if they are not known."""
+    """Convert a mean loss in nats per token to other units. sizes are the text's bytes and
+    characters, 0 if unknown."""
     figures = {"perplexity": math.exp(min(loss, 700))}
     for unit, size in zip(("byte", "character"), sizes, strict=True):
         if size:
@@ -82,10 +81,10 @@ def other_units(loss: float, num_tokens: float, sizes: Iterable) -> dict[str, fl
 
 
 def load_with_tokenizer(name: str, world: World) -> tuple[GPT, Tokenizer]:
-    """Return the network that `name` names, on this World's device, and its tokenizer. Raise
-    UserError if that is not on this machine."""
+    """Return the network called `name`, on this World's device, and its tokenizer. Raise UserError
+    if the tokenizer is not here."""
     model, tokenizer = load_model(name)
-    if tokenizer is None:
+    if tokenizer is None or tokenizer.size > model.config.vocab_size:
         raise UserError(f"the tokenizer of {name} is not here: copy its files beside the weights")
     return model.to(world.device), tokenizer
 
@@ -190,42 +189,39 @@ def choice_losses(model: GPT, question: Question, device: torch.device) -> np.nd
 @torch.no_grad()
 def score(model: GPT, tokens: list[int], end_of_text: int) -> Iterator[tuple]:
     """Yield for each token of a text: its surprisal in nats, its rank (1 if no token was likelier),
-    the three likeliest tokens, and their probabilities. The first token follows <|endoftext|>. A
-    window of seq_len tokens moves on by half of them at a time, so that each token but the first
-    ones has at least half a window before it. What is yielded beyond the text is padding."""
-    T, hop = model.config.seq_len, math.ceil(model.config.seq_len / 2)
-    num_windows = 1 + math.ceil(max(0, len(tokens) - T) / hop)
+    the three likeliest tokens, and their probabilities. The first token follows <|endoftext|>. In a
+    long text, windows of seq_len tokens overlap by half, so later tokens follow at least half."""
+    T, overlap = model.config.seq_len, model.config.seq_len // 2
     row = torch.tensor([end_of_text, *tokens], device=model.lm_head.weight.device)
-    row = F.pad(row, (0, T + (num_windows - 1) * hop - len(tokens)))
-    windows = row.unfold(0, T + 1, hop)  # (num_windows, T + 1)
-    # The first window scores all its tokens, the others those that the window before has not.
-    for start, part in ((0, windows[:1]), (T - hop, windows[1:])):
-        for batch in part.split(max(1, 2048 // T)):  # to limit the memory for logits
-            features = model.features(batch[:, :-1])[:, start:]
-            logits = model.head(features)[..., : model.config.vocab_size]
-            log_probs = logits.float().log_softmax(-1)
-            own = log_probs.gather(-1, batch[:, 1 + start :, None])
-            ranks = 1 + (log_probs > own).sum(-1)
-            top, ids = log_probs.topk(3)
-            columns = -own[..., 0], ranks, ids, top.exp()
-            yield from zip(*(column.flatten(0, 1).tolist() for column in columns), strict=True)
+    done = 0  # tokens that are scored
+    while done < len(tokens):
+        start = max(0, done - overlap)
+        window = row[start : start + T + 1]
+        features = model.features(window[None, :-1])[0, done - start :]
+        log_probs = model.head(features)[:, : model.config.vocab_size].log_softmax(-1)
+        own = log_probs.gather(1, window[1 + done - start :, None])
+        ranks = 1 + (log_probs > own).sum(1)
+        top, ids = log_probs.topk(3)
+        columns = -own[:, 0], ranks, ids, top.exp()
+        yield from zip(*(column.tolist() for column in columns), strict=True)
+        done += len(own)
 
 
 def score_texts(texts: dict[str, str], model: GPT, tokenizer: Tokenizer, path: str):
     """Print the figures of each text and of all together. Write a row for each token into a new CSV
     file at path, unless path is empty."""
     total = np.zeros(4)
+    # "x" overwrites nothing.
     with open(path or os.devnull, "x" if path else "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        top_columns = "token1", "p1", "token2", "p2", "token3", "p3"
-        table.writerow(["file", "offset", "token", "bits", "rank", *top_columns])
+        top = "token1", "token2", "token3", "p1", "p2", "p3"
+        table.writerow(["file", "offset", "token", "bits", "rank", *top])
         for name, text in texts.items():
             tokens, nats, offset = tokenizer.encode(text), 0.0, 0
             scores = score(model, tokens, tokenizer.end_of_text)
-            for token, (loss, rank, ids, probs) in zip(tokens, scores, strict=False):
-                top = zip(map(tokenizer.token_text, ids), probs, strict=True)
+            for token, (loss, rank, ids, probs) in zip(tokens, scores, strict=True):
                 row = name, offset, tokenizer.token_text(token), loss / math.log(2), rank
-                table.writerow([*row, *itertools.chain(*top)])
+                table.writerow([*row, *map(tokenizer.token_text, ids), *probs])
                 nats += loss
                 offset += len(tokenizer.tokens[token])
             counts = np.array([nats, len(tokens), *tokenizer.sizes[tokens].sum(axis=0)])
@@ -266,9 +262,9 @@ def evaluate(typed: dict, world: World):
 
 def read_text(path: str) -> str:
     try:
-        return Path(path).read_bytes().decode()  # with all line ends, for offsets into the file
-    except UnicodeDecodeError as error:
-        raise UserError(f"--text {path} is not UTF-8: {error}") from error
+        return Path(path).read_bytes().decode()  # keeps \r\n, so that offsets are the file's
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text {path}: {error}") from error
 
 
 @program
@@ -276,8 +272,8 @@ def main(argv: list[str]):
     names = "data_dir", "eval_tokens", "hellaswag", "device"
     parser = Parser(TrainConfig, __doc__ or "", names)
     parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
-    parser.add_argument("--text", nargs="+", help="score these texts, each in a file of UTF-8")
-    parser.add_argument("--tokens", help="with --text, a CSV file to make, with a row per token")
+    parser.add_argument("--text", nargs="+", help="score these UTF-8 texts instead")
+    parser.add_argument("--tokens", help="with --text: a new CSV file, with a row per token")
     typed = parser.parse(argv)
     texts = {path: read_text(path) for path in typed.pop("text", [])}
     table = typed.pop("tokens", "")

@@ -25,7 +25,7 @@ def likeliest(model: GPT, tokenizer: Tokenizer, prompt: str, count: int) -> str:
     """Return a table of the likeliest next tokens after a prompt, with their probabilities."""
     tokens = tokenizer.encode(prompt) or [tokenizer.end_of_text]
     row = torch.tensor([tokens[-model.config.seq_len :]], device=model.lm_head.weight.device)
-    logits = model.logits(row)[0, -1, : model.config.vocab_size].float()
+    logits = model.logits(row)[0, -1, : model.config.vocab_size]
     probs, ids = logits.softmax(-1).topk(min(count, len(logits)))
     rows = zip(probs.tolist(), ids.tolist(), strict=True)
     return "\n".join(f"{prob:8.3%}  {tokenizer.token_text(i)!r}" for prob, i in rows)
@@ -35,11 +35,11 @@ def likeliest(model: GPT, tokenizer: Tokenizer, prompt: str, count: int) -> str:
 def main(argv: list[str]):
     parser = Parser(TrainConfig, __doc__ or "", FLAGS)
     parser.add_argument("weights", help="a run, a checkpoint, a folder, or a name on the hub")
-    parser.add_argument("--top", type=int, help="print only the N likeliest next tokens")
+    parser.add_argument("--top", type=int, help="print the N likeliest next tokens instead")
     typed = parser.parse(argv)
-    name, top = typed.pop("weights"), typed.pop("top", None)
-    if top is not None and top < 1:
-        raise UserError(f"--top {top} is below 1")
+    name, top = typed.pop("weights"), typed.pop("top", 0)
+    if top < 0:
+        raise UserError(f"--top {top} is below 0")
     model, tokenizer = load_with_tokenizer(name, find_world(typed.get("device", "")))
     if "prompt" not in typed and sys.stdin.isatty():
         print("type the beginning of a text, or Ctrl-D to end", file=sys.stderr)
@@ -47,7 +47,7 @@ def main(argv: list[str]):
     separator = ""
     for prompt in prompts:
         if top:
-            show(likeliest(model, tokenizer, prompt, top))
+            show(f"{prompt}\n{likeliest(model, tokenizer, prompt, top)}")
             continue
         config = TrainConfig(**typed | {"prompt": prompt, "bf16": False, "warmup_steps": 0})
         for number in range(config.num_samples):

@@ -53,7 +53,7 @@ class Tokenizer:
         for token, i in vocab.items():  # special ones may hold characters that stand for no byte
             self.tokens[i] = b"".join(BYTES.get(char, char.encode()) for char in token)
         # The bytes and characters in each token, int64 (65536, 2), with 0 for the end of text. A
-        # character may be split over tokens: it counts in the one with its first byte.
+        # character that is split over tokens counts in the one with its first byte.
         firsts = [token.translate(None, CONTINUATION) for token in self.tokens]
         sizes = [[len(token) for token in tokens] for tokens in (self.tokens, firsts)]
         self.sizes = np.array(sizes, np.int64).T
@@ -87,7 +87,7 @@ class Tokenizer:
         return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
 
     def token_text(self, token: int) -> str:
-        """Return a token's text. Bytes that are no whole character are written as \\xf0."""
+        """Return a token's text. A byte of an incomplete character is written like \\xf0."""
         return self.tokens[token].decode(errors="backslashreplace")
 
     def files(self, seq_len: int | None = None) -> dict[str, bytes]:

@@ -55,23 +55,22 @@ def test_likeliest_tokens(tmp_path, capsys):
         with torch.no_grad():
             probs = oracle(ids).logits[0, -1].softmax(-1)
         lines = sampled(capsys, str(tmp_path), f"--prompt={prompt}", "--top=1000").splitlines()
+        assert lines.pop(0) == prompt
         names = [bytes([i]).decode(errors="backslashreplace") for i in range(256)]
         names.append("<|endoftext|>")
         expected = {repr(name): prob for name, prob in zip(names, probs.tolist(), strict=True)}
         shown = {line[10:]: float(line[:7]) / 100 for line in lines}
         assert shown == {name: pytest.approx(prob, abs=6e-6) for name, prob in expected.items()}
         assert [*shown.values()] == sorted(shown.values(), reverse=True)
-        assert (
-            sampled(capsys, str(tmp_path), f"--prompt={prompt}", "--top=3").splitlines()
-            == lines[:3]
-        )
+        fewer = sampled(capsys, str(tmp_path), f"--prompt={prompt}", "--top=3")
+        assert fewer.splitlines() == [prompt, *lines[:3]]
 
 
 MISTAKES = {
     "nowhere/run --prompt=a": "nowhere/run",
     "x --learning-rate=3": "--learning-rate=3",
     "x --top-k=-1": "--top-k -1",
-    "x --top=0": "--top 0",
+    "x --top=-1": "--top -1",
 }
 
 

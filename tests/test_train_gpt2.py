@@ -129,7 +129,7 @@ def test_micro_batches_and_ranks(data_dir, once, tmp_path, ranks, B):
 
 
 class Collectives(TorchDispatchMode):
-    """Adds up the bytes that each kind of collective sends. An all-reduce of three numbers is a
+    """Adds up the bytes of each kind of collective's results. An all-reduce of three numbers is a
     kind of its own."""
 
     def __init__(self):
