@@ -42,9 +42,6 @@ def test_compiled_code_of_another_precision(monkeypatch):
 # ---- What is fastest -----------------------------------------------------------------------------
 
 
-BOTH = False, True
-
-
 def test_fastest_is_chosen(monkeypatch):
     times = {(False, True): 3.25, (True, True): 9.5, (False, False): 2.75, (True, False): 1.5}
     monkeypatch.setattr(device, "race", lambda each: [times[c.bf16, c.flash] for c in each])

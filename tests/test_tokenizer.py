@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import NEEDS_GPT2, flags, prepare, run, train
 
-from support import tokenizer
 from support.cli import UserError
 from support.tokenizer import (
+    ALPHABET,
     END_OF_TEXT,
     Tokenizer,
     bytes_tokenizer,
@@ -19,7 +19,6 @@ from support.tokenizer import (
     train_tokenizer,
 )
 
-ROOT = Path(tokenizer.__file__).parent.parent
 GPT2 = pytest.param("gpt2", marks=NEEDS_GPT2)
 ANY = pytest.mark.parametrize("name", ["bytes", "bpe", "other", GPT2])
 TEXTS = [
@@ -110,7 +109,7 @@ def test_folders(tmp_path, name):
 
 WRONG = {
     "sentence pieces": {"vocab.json": {"▁the": 0}, "merges.txt": "▁t he"},
-    "no end": {"vocab.json": {c: i for i, c in enumerate(tokenizer.ALPHABET)}, "merges.txt": ""},
+    "no end": {"vocab.json": {c: i for i, c in enumerate(ALPHABET)}, "merges.txt": ""},
     "a merge of nothing": {"vocab.json": bytes_tokenizer().vocab, "merges.txt": "a b"},
     "two with one id": {"vocab.json": bytes_tokenizer().vocab | {"a": 98}, "merges.txt": ""},
     "too many": {"vocab.json": {"a": 65536, END_OF_TEXT: 1}, "merges.txt": ""},
