@@ -110,17 +110,14 @@ def whole(data_dir, once) -> dict[int, Path]:
     return Runs()
 
 
-def make_data(folder: Path) -> Path:
+def make_data(folder: Path):
     """Words without sense, as bytes, in shards of a prime length, so that nothing fits evenly."""
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, rng.integers(1, 6), np.uint8)) for _ in range(40)]
     texts = [b" ".join(rng.choice(words, 60)) for _ in range(12)]
-    records = [json.dumps({"text": text.decode()}) + "\n" for text in texts]
-    (folder / "text.jsonl").write_text("".join(records))
-    line = ["--input", folder / "text.jsonl", "--data-dir", folder / "tokens", "--tokenizer=bytes"]
-    line += ["--val-fraction", "0.2", "--seed", "1", "--shard-tokens", "1009"]
-    assert prepare_data.main([*map(str, line)]) == 0
-    return folder / "tokens"
+    source = jsonl(folder / "text.jsonl", *({"text": text.decode()} for text in texts))
+    line = ["--input", source, "--val-fraction", 0.2, "--seed", 1, "--shard-tokens", 1009]
+    assert prepare(folder / "tokens", *line) == 0
 
 
 def questions(folder: Path, count: int = 20) -> Path:
