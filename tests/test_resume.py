@@ -280,10 +280,12 @@ def test_damaged_checkpoint(trial, name):
 def test_all_checkpoints_damaged(trial):
     for path in checkpoints(trial.copy_whole()):
         flip(path / "model.safetensors", 99_999)
-    before = snapshot(trial.folder / "run")
-    code, _, err = trial.train(steps=20)
-    assert code == 1 and snapshot(trial.folder / "run") == before
-    assert all(path.name in err for path in checkpoints(trial.out_dir)), err
+    before = snapshot(trial.out_dir)
+    for changes in ({}, {"auto_resume": None, "resume": True}):
+        code, _, err = trial.train(steps=20, **changes)
+        assert code == 1 and snapshot(trial.out_dir) == before
+        assert all(path.name in err for path in checkpoints(trial.out_dir)), err
+        assert len(err.splitlines()) == 3  # one for each checkpoint before
 
 
 def test_files_of_the_user_stay(trial):
