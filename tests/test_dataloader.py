@@ -1,6 +1,5 @@
 """Tests ../dataloader.py."""
 
-import hashlib
 import io
 import json
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_shard
+from conftest import prepare, write_shard
 
 import dataloader
 from dataloader import Shard, ShardError, ShardLoader, epoch_offset, open_folder, open_shard
@@ -139,10 +138,9 @@ def test_three_epochs(sizes, seed, tmp_path):
         ended = dealt(shards, 1, 1 + ranks % 3, seed, start=len(begun), count=3 * length)
         assert (begun + ended)[: 3 * length] == order
     # Of each shard only what lies before the offset, or behind the last sequence, is not read.
-    for starts in expected[:1]:
-        read = {start + i for start in starts for i in range(T + 1)}
-        missing = set(range(sum(sizes))) - read
-        assert len(missing) == sum((n - 1) % T if n > T else n for n in sizes)
+    read = {start + i for start in expected[0] for i in range(T + 1)}
+    missing = set(range(sum(sizes))) - read
+    assert len(missing) == sum((n - 1) % T if n > T else n for n in sizes)
 
 
 def test_epoch_offsets():
@@ -282,37 +280,25 @@ def test_fingerprint_without_manifest(tmp_path):
 
 @pytest.fixture
 def prepared(tmp_path) -> Path:
-    """A folder as prepare_data.py writes it, with bytes as tokens."""
-    rng, folder, splits = np.random.default_rng(0), tmp_path / "data", {}
-    folder.mkdir()
-    for split, sizes in {"train": (2000, 1300), "val": (700,)}.items():
-        shards = []
-        for i, size in enumerate(sizes):
-            path = folder / f"{split}_{i:06d}.bin"
-            write_shard(path, np.append(256, rng.integers(97, 123, size - 1)))
-            entry = {"name": path.name, "tokens": size, "documents": 1, "largest_id": 256}
-            sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-            shards.append(entry | {"sha256": sha256, "end": [1, size]})
-        splits[split] = {"shards": shards}
-    tokenizer = {"name": "bytes", "sha256": "5b538882", "vocab_size": 257, "end_of_text": 256}
-    manifest = {"format": 4, "input": ["a.txt"], "flags": {}, "files": "", "account": []}
-    manifest |= splits | {"tokenizer": tokenizer}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
+    """A folder that prepare_data.py has written, with bytes as tokens: two shards and one."""
+    rng = np.random.default_rng(0)
+    files = [tmp_path / name for name in ("1.txt", "2.txt", "val.txt")]
+    for file, size in zip(files, (1999, 1299, 699), strict=True):
+        file.write_bytes(rng.integers(97, 123, size).astype(np.uint8).tobytes())
+    line = ["--input", *files[:2], "--val-input", files[2], "--shard-tokens", 2000]
+    assert prepare(tmp_path / "data", *line) == 0
+    return tmp_path / "data"
 
 
-def rewrite(folder: Path, path: tuple, value):
-    """Change one field of folder's manifest."""
+def rewrite(folder: Path, name: str, value):
+    """Change one field of the first shard in folder's manifest."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    inner = manifest
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
+    manifest["train"]["shards"][0][name] = value
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_manifest_of_other_shards(prepared):
-    rewrite(prepared, ("train", "shards", 0, "tokens"), 1999)
+    rewrite(prepared, "tokens", 1999)
     with pytest.raises(ShardError, match="train_000000.bin is not the shard"):
         open_folder(prepared)
 
@@ -321,9 +307,9 @@ def test_fingerprint_with_manifest(prepared):
     before = open_folder(prepared).fingerprint
     assert before == "b32b564f784079ba"  # of an older version: its runs can be resumed
     os.rename(prepared / "train_000000.bin", prepared / "other.bin")
-    rewrite(prepared, ("train", "shards", 0, "name"), "other.bin")
+    rewrite(prepared, "name", "other.bin")
     assert open_folder(prepared).fingerprint == before
-    rewrite(prepared, ("train", "shards", 0, "sha256"), "0" * 64)
+    rewrite(prepared, "sha256", "0" * 64)
     assert open_folder(prepared).fingerprint != before
 
 
