@@ -302,15 +302,6 @@ def test_files_of_the_user_stay(trial):
     assert all((out_dir / name).read_text() == "mine" for name in mine)
 
 
-def test_config_json_of_the_user(trial):
-    """As that of a GPT-2 in Hugging Face's format, which is trained further."""
-    trial.out_dir.mkdir()
-    (trial.out_dir / "config.json").write_text("mine")
-    code, _, err = trial.train(auto_resume=None)
-    assert (trial.out_dir / "config.json").read_text() == "mine"
-    assert code == 2 and "--out-dir run" in err
-
-
 def test_newest_and_best_are_kept(trial):
     """The last validation of a run that is extended was due because it was the last."""
     changes = {"save_every": 1, "eval_every": 3}

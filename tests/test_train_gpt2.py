@@ -360,6 +360,7 @@ MISTAKES = {  # words in the line
     "--data-dir nowhere": "--data-dir nowhere",
     "--seq-len 4096 --batch-tokens 8192": "1009",
     "--hellaswag questions.jsonl": "line 1",
+    "--out-dir mine": "--out-dir mine",  # a GPT-2 in Hugging Face's format, to be trained further
     "--init-from weights.pt": "weights.pt",
     f"{WEIGHTS} weights50257": "gpt2",
     f"{WEIGHTS} weights257 --seq-len 64": "64",
@@ -376,6 +377,8 @@ def test_mistakes(line, data_dir, tmp_path, monkeypatch, capfd):
         checkpoint.save_weights(Path(f"weights{size}"), GPT(shape), None, "")
     Path("questions.jsonl").write_text('{"ctx": "a", "endings": ["b", "c"], "label": 2}\n')
     Path("weights.pt").write_bytes(b"PK")
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text("mine")
     err = refused([*flags(data_dir=data_dir, out_dir="new"), *line.split()], capfd)
     assert MISTAKES[line] in err and not Path("new").exists()
 
