@@ -134,6 +134,9 @@ RULES = [  # on a GPU of 2020 or on a CPU: a flag, and its value by what is type
         "--batch-tokens 24576 --micro-batch-size 3": 3,
     }),
     (TWO, "micro_batch_size", {"": 16}),
+    (CPU, "data_dir", {
+        "": "data/stdlib-bpe", "--model gpt2": "data/stdlib-bpe", "--data-dir mine": "mine",
+    }),
     (CPU, "prompt", {"": "def ", "--prompt x": "x", "--data-dir d": "", "--init-from w": ""}),
 ]  # fmt: skip
 
@@ -168,11 +171,6 @@ def test_init_from():
         assert config.learning_rate == (1e-3 if model == "nano" else 3e-5) and not config.muon
         assert config.data_dir == f"data/stdlib-{name.partition('-')[0]}"
         assert resolved("--init-from w --seq-len 32", weights=weights).seq_len == 32
-
-
-def test_tokens_of_pythons_source():
-    assert resolved("--model gpt2").data_dir == resolved().data_dir == "data/stdlib-bpe"
-    assert resolved("--data-dir mine").data_dir == "mine"
 
 
 def test_whole_number_of_passes():

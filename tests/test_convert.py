@@ -80,23 +80,15 @@ def test_build_nanogpt(tmp_path, monkeypatch):
     assert torch.equal(ours.lm_head.weight[:50257], model.lm_head.weight[:50257])
 
 
-def changed(**args) -> dict:
-    plain = nanogpt(TINY)[1]
-    return plain | {"model_args": plain["model_args"] | args}
-
-
-def with_weight(name: str, value) -> dict:
-    plain = nanogpt(TINY)[1]
-    return plain | {"model": plain["model"] | {name: value}}
-
-
+_, PLAIN = nanogpt(TINY)
+ARGS, WEIGHTS = PLAIN["model_args"], PLAIN["model"]
 NO_CHECKPOINTS = {
     "text": b"no archive",
     "an evil pickle": pickle.dumps(Evil(), protocol=2),
-    "an evil weight": with_weight("x", Evil()),
-    "heads": changed(n_head=7),
-    "more layers": changed(n_layer=3),
-    "another shape": with_weight("transformer.wpe.weight", torch.ones(3)),
+    "an evil weight": PLAIN | {"model": WEIGHTS | {"x": Evil()}},
+    "heads": PLAIN | {"model_args": ARGS | {"n_head": 7}},
+    "more layers": PLAIN | {"model_args": ARGS | {"n_layer": 3}},
+    "another shape": PLAIN | {"model": WEIGHTS | {"transformer.wpe.weight": torch.ones(3)}},
 }
 
 
