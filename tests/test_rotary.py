@@ -44,9 +44,8 @@ def rotary(patched, data_dir, once) -> Path:
     """The folder of a run with --rope."""
 
     def make(folder: Path):
-        python(
-            patched, "train_gpt2.py", *flags(data_dir=data_dir, out_dir=folder / "run", rope=True)
-        )
+        line = flags(data_dir=data_dir, out_dir=folder / "run", rope=True)
+        python(patched, "train_gpt2.py", *line)
 
     return once("rotary", make) / "run"
 

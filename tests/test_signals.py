@@ -88,7 +88,7 @@ def test_signal_in_any_phase(trial, phase, ranks):
         assert_stopped(trial, step)
         assert step not in records(trial.out_dir, "val_loss")
     assert "Traceback" not in err
-    trial.goes_on(ranks, **changes | {"eval_every": 3})
+    trial.goes_on(ranks, **changes)
     for name in ("val_loss", "sample", "hellaswag_acc"):
         assert {3, 6, 9, 12} <= records(trial.out_dir, name).keys()
 
