@@ -196,16 +196,17 @@ def rank_main(argv: list[str], folder: Path, env: dict[str, str], kill_after, in
         os._exit(code)
 
 
-def redirect(out: Path):
-    """What this process writes, into files of that folder."""
-    out.mkdir(exist_ok=True)
+def redirected(out: Path, function: Callable, *args):
+    """Call a function. What this process writes goes into files of the folder out."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(out / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         setattr(sys, name, open(number, "w", closefd=False))
+    function(*args)
 
 
-def ended(process, out: Path) -> tuple[int, str, str]:
-    """The exit code of a process whose output is redirected to out, its output and its errors."""
+def in_process(out: Path, function: Callable, *args) -> tuple[int, str, str]:
+    """Call a function in a process of its own: exit code, output, errors."""
+    process = server().Process(target=redirected, args=(out, function, *args))
     process.start()
     process.join()
     return process.exitcode, (out / "stdout").read_text(), (out / "stderr").read_text()

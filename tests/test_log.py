@@ -2,10 +2,9 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import NEEDS_POSIX, ended, flags, losses, redirect, server, train
+from conftest import NEEDS_POSIX, flags, in_process, losses, train
 
 from config import TrainConfig
 from support.cli import show
@@ -41,10 +40,9 @@ def test_log_every(data_dir, tmp_path):
     assert len(losses(tmp_path / "run")) == 12
 
 
-def show_to(target: str, out: Path):
+def show_to(target: str):
     """Show two lines to a reader that has gone, a terminal that is closed, or a disk that is full,
     and end as Python does."""
-    redirect(out)
     if target == "pipe":
         reader, writer = os.pipe()
         os.close(reader)
@@ -67,6 +65,5 @@ def show_to(target: str, out: Path):
 def test_lost_outputs(target, tmp_path):
     if target[0] == "/" and not os.path.exists(target):
         pytest.skip("this system has none")
-    process = server().Process(target=show_to, args=(target, tmp_path / "out"))
-    code, _, err = ended(process, tmp_path / "out")
+    code, _, err = in_process(tmp_path, show_to, target)
     assert code == 0 and err.splitlines() == (["OSError 28"] if target == "/dev/full" else [])

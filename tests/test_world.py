@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import NEEDS_POSIX, ended, finish, raise_error, redirect, server, start_ranks
+from conftest import NEEDS_POSIX, finish, in_process, raise_error, start_ranks
 
 import train_gpt2
 from support.cli import RunError, UserError
@@ -100,16 +100,6 @@ def instead_of_a_run(act, rank: int):
 # ---- How a run is asked to stop ------------------------------------------------------------------
 
 
-def in_process(function, out) -> tuple[int, str, str]:
-    return ended(server().Process(target=do, args=(function, out)), out)
-
-
-def do(function, out):
-    redirect(out)
-    function()
-    os._exit(DONE)
-
-
 def send(name: str):
     os.kill(os.getpid(), getattr(signal, name))
 
@@ -132,7 +122,7 @@ def is_signalled(first: str, second: str):
 @NEEDS_POSIX
 @pytest.mark.parametrize("names", [("SIGINT", "SIGINT"), ("SIGUSR1", "SIGHUP")])
 def test_second_signal(names, tmp_path):
-    code, out, err = in_process(partial(is_signalled, *names), tmp_path / "out")
+    code, out, err = in_process(tmp_path, is_signalled, *names)
     assert (code, out) == (INTERRUPTED, "alive\n") and "second signal" in err
 
 
@@ -153,5 +143,5 @@ def is_late():
 @NEEDS_POSIX
 @pytest.mark.parametrize("case", [is_ignored, is_late])
 def test_stop(case, tmp_path):
-    code, _, err = in_process(case, tmp_path / "out")
+    code, _, err = in_process(tmp_path, case)
     assert code == DONE, err
