@@ -67,13 +67,6 @@ def is_whole(path: Path) -> bool:
     return all(bool((tensor == checkpoint.step_of(path)).all()) for tensor in tensors)
 
 
-def loaded(path: Path, **changes) -> GPT:
-    weights = find_weights(str(path))
-    model = GPT(replace(weights.shape, **changes))
-    load_weights(model, weights.folder)
-    return model
-
-
 # ---- What is saved is what is read ---------------------------------------------------------------
 
 
@@ -380,7 +373,7 @@ def test_hugging_faces_folders(tmp_path):
     head = {"lm_head.weight": theirs["transformer.wte.weight"].clone()}
     save_file(theirs | masks | head, old)
     for source in ("whole", "plain", "split", "old"):
-        model = loaded(tmp_path / source)
+        model, _ = load_model(str(tmp_path / source))
         assert model.config == SMALL and not model.lm_head.weight[997:].any()
         (tmp_path / source / "back").mkdir()
         save_weights(tmp_path / source / "back", model, None, "")
@@ -391,14 +384,10 @@ def test_hugging_faces_folders(tmp_path):
     logits = oracle(idx).logits
     for changes in ({}, {"pad_vocab": False}, {"seq_len": 16}):
         T = changes.get("seq_len", 32)
-        ours = loaded(tmp_path / "whole", **changes).logits(idx[:, :T])[..., :997]
+        model = GPT(replace(SMALL, **changes))
+        load_weights(model, tmp_path / "whole")
+        ours = model.logits(idx[:, :T])[..., :997]
         assert (ours - logits[:, :T]).abs().max() <= 1e-5 * logits.abs().max()
-
-
-def hf_folder(path: Path) -> Path:
-    path.mkdir()
-    save_weights(path, GPT(SMALLEST), None, "")
-    return path
 
 
 def edit_config(path: Path, **changes):
@@ -432,7 +421,9 @@ BROKEN = {  # what is done to the folder, and a word that the line must have
 def test_broken_folders(tmp_path, monkeypatch, capsys, what):
     monkeypatch.chdir(tmp_path)
     act, word = BROKEN[what]
-    act(hf_folder(Path("hf")))
+    Path("hf").mkdir()
+    save_weights(Path("hf"), GPT(SMALLEST), None, "")
+    act(Path("hf"))
     assert sample.main(["hf", "--prompt="]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and word in err and os.listdir() == ["hf"]

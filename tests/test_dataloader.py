@@ -242,17 +242,6 @@ def test_nanogpt_by_character(tmp_path):
         open_folder(tmp_path)
 
 
-def folder_of(path: Path, splits: list[list[np.ndarray]]) -> Path:
-    """Write the shards of both splits into the folder path, beside other files."""
-    path.mkdir(exist_ok=True)
-    for split, shards in zip(("train", "val"), splits, strict=True):
-        for i, tokens in enumerate(shards):
-            write_shard(path / f"{path.name}_{split}_{i}.bin", tokens)
-    (path / "test.bin").write_bytes(b"what")
-    (path / "train.txt").write_bytes(b"what")
-    return path
-
-
 def test_fingerprint_without_manifest(tmp_path):
     a, b, c = (np.random.default_rng(n).integers(0, 50257, 70_001) for n in range(3))
     late = np.append(a[:-1], 0)
@@ -260,8 +249,16 @@ def test_fingerprint_without_manifest(tmp_path):
     middle[30_000:40_000] = 0
     splits = [[[a, b], [c]], [[a, b], [c]], [[b, a], [c]], [[a, b], [a]], [[late, b], [c]],
               [[middle, b], [c]], [[a], [b, c]], [[a, b, c], [c]], [[a, b[:-1]], [c]]]  # fmt: skip
-    folders = [folder_of(tmp_path / f"{i}", s) for i, s in enumerate(splits)]
-    seen = [open_folder(folder).fingerprint for folder in folders]
+    seen = []
+    for n, both in enumerate(splits):
+        folder = tmp_path / f"{n}"
+        folder.mkdir()
+        for split, shards in zip(("train", "val"), both, strict=True):
+            for i, tokens in enumerate(shards):
+                write_shard(folder / f"{n}_{split}_{i}.bin", tokens)
+        for name in ("test.bin", "train.txt"):  # no shards
+            (folder / name).write_bytes(b"what")
+        seen.append(open_folder(folder).fingerprint)
     assert seen[0] == seen[1] and len(set(seen)) == len(seen) - 1
     assert all(re.fullmatch("[0-9a-f]{16}", fingerprint) for fingerprint in seen)
     assert seen[0] == "aa9f60bc77de2441"  # of an older version: its runs can be resumed
