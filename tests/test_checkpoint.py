@@ -27,17 +27,7 @@ from test_model import generate, hugging_face, tokens
 import sample
 from model import GPT, GPTConfig
 from support import checkpoint
-from support.checkpoint import (
-    SUMS,
-    checkpoints,
-    damaged_file,
-    find_weights,
-    load_model,
-    load_newest,
-    load_weights,
-    newest,
-    save_weights,
-)
+from support.checkpoint import SUMS, checkpoints, damaged_file, load_newest, newest, save_weights
 from support.cli import RunError, UserError
 from support.tokenizer import bytes_tokenizer
 
@@ -268,10 +258,10 @@ def test_newest_good_checkpoint(tmp_path, capsys):
     assert load_newest(tmp_path)[0] == newest(tmp_path) == paths[1]
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 2 and all("step_000003" in line and "state.json" in line for line in err)
-    assert find_weights(str(tmp_path)).folder == paths[1]
+    assert checkpoint.find_weights(str(tmp_path)).folder == paths[1]
     for path in paths:
         flip(path / "model.safetensors", 9999)
-    for find in (newest, load_newest, find_weights):
+    for find in (newest, load_newest, checkpoint.find_weights):
         with pytest.raises(RunError, match=str(tmp_path)) as error:
             find(Path(tmp_path))
         err = capsys.readouterr().err
@@ -306,7 +296,7 @@ def check_in_transformers(path: Path):
     """Check that a checkpoint has our logits in transformers, our text, and our tokenizer."""
     transformers = pytest.importorskip("transformers")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-    model, tokenizer = load_model(str(path))
+    model, tokenizer = checkpoint.load_model(str(path))
     theirs = transformers.AutoTokenizer.from_pretrained(path)
     V, T = model.config.vocab_size, model.config.seq_len
     idx = tokens(4, T, vocab_size=V)
@@ -348,9 +338,9 @@ def test_changed_network_in_transformers(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="relu2=True"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(UserError, match="relu2"):  # of a program that does not know the field
-        find_weights(str(tmp_path))
+        checkpoint.find_weights(str(tmp_path))
     monkeypatch.setattr(checkpoint, "GPTConfig", Changed)  # its own program does
-    assert find_weights(str(tmp_path)).shape == shape
+    assert checkpoint.find_weights(str(tmp_path)).shape == shape
     save_weights(tmp_path, GPT(replace(shape, relu2=False)), bytes_tokenizer(), "bytes")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -373,7 +363,7 @@ def test_hugging_faces_folders(tmp_path):
     head = {"lm_head.weight": theirs["transformer.wte.weight"].clone()}
     save_file(theirs | masks | head, old)
     for source in ("whole", "plain", "split", "old"):
-        model, _ = load_model(str(tmp_path / source))
+        model, _ = checkpoint.load_model(str(tmp_path / source))
         assert model.config == SMALL and not model.lm_head.weight[997:].any()
         (tmp_path / source / "back").mkdir()
         save_weights(tmp_path / source / "back", model, None, "")
@@ -385,7 +375,7 @@ def test_hugging_faces_folders(tmp_path):
     for changes in ({}, {"pad_vocab": False}, {"seq_len": 16}):
         T = changes.get("seq_len", 32)
         model = GPT(replace(SMALL, **changes))
-        load_weights(model, tmp_path / "whole")
+        checkpoint.load_weights(model, tmp_path / "whole")
         ours = model.logits(idx[:, :T])[..., :997]
         assert (ours - logits[:, :T]).abs().max() <= 1e-5 * logits.abs().max()
 
