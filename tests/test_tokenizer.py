@@ -44,9 +44,7 @@ def other() -> Tokenizer:
     return Tokenizer({name: i for i, name in enumerate(special + names)}, ours.merges, "</s>")
 
 
-def get(name: str) -> Tokenizer:
-    kinds = {"bpe": trained, "other": other, "bytes": bytes_tokenizer, "gpt2": gpt2_tokenizer}
-    return kinds[name]()
+KINDS = {"bytes": bytes_tokenizer, "bpe": trained, "other": other, "gpt2": gpt2_tokenizer}
 
 
 def save(ours: Tokenizer, folder: Path) -> Path:
@@ -67,7 +65,7 @@ def odd_text(rng: random.Random) -> str:
 @ANY
 def test_transformers(tmp_path, name):
     transformers = pytest.importorskip("transformers")
-    ours = get(name)
+    ours = KINDS[name]()
     theirs = transformers.AutoTokenizer.from_pretrained(save(ours, tmp_path))
     assert len(theirs) == ours.size and theirs.model_max_length == 24
     assert theirs.eos_token_id == theirs.bos_token_id == ours.end_of_text
@@ -93,7 +91,7 @@ def test_transformers(tmp_path, name):
 def test_folders(tmp_path, name):
     """In our files, or in a tokenizer.json alone."""
     transformers = pytest.importorskip("transformers")
-    ours = get(name)
+    ours = KINDS[name]()
     theirs = transformers.AutoTokenizer.from_pretrained(save(ours, tmp_path / "a"))
     assert read_tokenizer(tmp_path / "a").files(24) == ours.files(24)
     assert find_tokenizer(tmp_path / "a", ours.name).sha256 == ours.sha256
