@@ -10,26 +10,20 @@ from config import TrainConfig
 from support.cli import show
 from support.log import LOG, Log, read_log
 
-CONFIG = TrainConfig(warmup_steps=0, steps=3)
-
-# ---- log.jsonl -----------------------------------------------------------------------------------
-
 
 def test_cut_line(tmp_path):
     assert read_log(tmp_path) == []
+    config = TrainConfig(warmup_steps=0, steps=3)
     torn = b'{"step": 1, "loss": 2.5}\n{"step": 2, "lo'
     for end in (b"", b"\xff\x00", b"\n", b"\0" * 4096):
         (tmp_path / LOG).write_bytes(torn + end)
-        log = Log(tmp_path, vars(CONFIG), 1, is_main=True)
+        log = Log(tmp_path, vars(config), 1, is_main=True)
         log.record(step=2, loss=2.25)
         log.record(done=2)
         log.file.close()
         records = read_log(tmp_path)
         assert [record.get("loss") for record in records] == [2.5, 2.25, None]
-        assert read_log(tmp_path)[-1]["done"] == 2
-
-
-# ---- The terminal --------------------------------------------------------------------------------
+        assert records[-1]["done"] == 2
 
 
 def test_log_every(data_dir, tmp_path):
