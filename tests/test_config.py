@@ -88,7 +88,7 @@ def test_mistakes(line, tmp_path, monkeypatch, capsys):
 
 def test_default_model(gpu):
     config = resolved()
-    recipe = RECIPES["nano"] | {"learning_rate": 0.008}
+    recipe = RECIPES["nano"] | {"learning_rate": 0.0067}
     assert config == replace(config, **recipe, model="nano")
     assert not (config.tf32 or config.bf16 or config.compile or config.bf16_residual)
     config = resolved(on=gpu)
@@ -98,7 +98,7 @@ def test_default_model(gpu):
 
 def test_learning_rates():
     rates = [resolved(f"--model {name}").learning_rate for name in RECIPES]
-    assert rates == [0.0019, 0.0015, 0.0013, 0.0011, 0.008]
+    assert rates == [0.0019, 0.0015, 0.0013, 0.0011, 0.0067]
     rates = [resolved(f"--model {name} --no-muon").learning_rate for name in RECIPES]
     assert rates == [6e-4, 3e-4, 2.5e-4, 2e-4, 4e-3]
 
@@ -113,13 +113,13 @@ RULES = [  # on a GPU of 2020 or on a CPU: a flag, and its value by what is type
     }),
     (CPU, "beta1", {"--muon": 0.8, "--no-muon": 0.9, "--muon --beta1 0.7": 0.7}),
     (CPU, "steps", {
-        "": 700, "--model gpt2": 240, "--model gpt2 --steps 9": 9, "--model gpt2 --data-dir d": 50,
+        "": 850, "--model gpt2": 240, "--model gpt2 --steps 9": 9, "--model gpt2 --data-dir d": 50,
     }),
     (CPU, "batch_tokens", {
         "": 2048, "--model gpt2": 65_536, "--model gpt2 --data-dir d": 524_288,
         "--model gpt2 --init-from gpt2": 32_768,
     }),
-    (CPU, "warmup_steps", {"--steps 7": 1, "--steps 20": 4, "--steps 4": 0, "": 50,
+    (CPU, "warmup_steps", {"--steps 7": 1, "--steps 20": 4, "--steps 4": 0, "": 60,
                            "--steps 9 --warmup-steps 8": 8, "--model gpt2 --steps 9999": 715}),
     (CPU, "eval_tokens", {"": 262_144, "--model gpt2": 8192, "--model gpt2 --eval-tokens 9": 9}),
     (GPU, "eval_tokens", {"": 10_485_760}),

@@ -22,7 +22,7 @@ def test_notebook(tmp_path, monkeypatch):
     read = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in read.cells)
     for cell in read.cells:  # as long as a test may take
-        cell.source = cell.source.replace('"nano", 700', '"nano", 60')
+        cell.source = cell.source.replace('"nano", 850', '"nano", 60')
     folder = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(read, timeout=400, resources=folder).execute()
     texts, page, num_pictures = [], "", 0
