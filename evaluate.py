@@ -187,12 +187,12 @@ def choice_losses(model: GPT, question: Question, device: torch.device) -> np.nd
 
 
 @torch.no_grad()
-def score(model: GPT, tokens: list[int], end_of_text: int) -> Iterator[tuple]:
+def score(model: GPT, tokens: np.ndarray, end_of_text: int) -> Iterator[tuple]:
     """Yield for each token of a text: its surprisal in nats, its rank (1 if no token was likelier),
     the three likeliest tokens, and their probabilities. The first token follows <|endoftext|>. In a
     long text, windows of seq_len tokens overlap by half, so later tokens follow at least half."""
     T, overlap = model.config.seq_len, model.config.seq_len // 2
-    row = torch.tensor([end_of_text, *tokens], device=model.lm_head.weight.device)
+    row = torch.from_numpy(np.append(end_of_text, tokens)).to(model.lm_head.weight.device)
     done = 0  # tokens that are scored
     while done < len(tokens):
         start = max(0, done - overlap)
@@ -217,7 +217,7 @@ def score_texts(texts: dict[str, str], model: GPT, tokenizer: Tokenizer, path: s
         top = "token1", "token2", "token3", "p1", "p2", "p3"
         table.writerow(["file", "offset", "token", "bits", "rank", *top])
         for name, text in texts.items():
-            tokens, nats, offset = tokenizer.encode(text), 0.0, 0
+            tokens, nats, offset = tokenizer.encode_array(text), 0.0, 0
             scores = score(model, tokens, tokenizer.end_of_text)
             for token, (loss, rank, ids, probs) in zip(tokens, scores, strict=True):
                 row = name, offset, tokenizer.token_text(token), loss / math.log(2), rank
