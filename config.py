@@ -71,9 +71,7 @@ class TrainConfig:
     decay_share: float = flag(0.2, "wsd: the final decay, as a fraction of the steps", max=1)
     weight_decay: float = flag(0.1, "weight decay of matrices and embeddings")
     grad_clip: float = flag(1.0, "clip the gradient to this norm; 0: off")
-    beta1: float = flag(
-        0.9, "AdamW's; beta2 is 0.95 (default: 0.9; --muon: 0.8 and 0.99)", max=0.999
-    )
+    beta1: float = flag(0.9, "AdamW's; beta2 is 0.95 (default: 0.9; --muon: 0.8, 0.99)", max=0.999)
     muon: bool = flag(True, "Muon for the matrices of new weights; --no-muon: AdamW", fixed=True)
 
     eval_every: int = flag(250, "steps between evaluations; 0: only first and last", group="logs")

@@ -76,7 +76,7 @@ def other_units(loss: float, num_tokens: float, sizes: Iterable) -> dict[str, fl
     figures = {"perplexity": math.exp(min(loss, 700))}
     for unit, size in zip(("byte", "character"), sizes, strict=True):
         if size:
-            figures[f"bits_per_{unit}"] = loss / math.log(2) * num_tokens / float(size)
+            figures[f"bits_per_{unit}"] = loss / math.log(2) * num_tokens / size
     return figures
 
 

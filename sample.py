@@ -1,6 +1,6 @@
 """Continue prompts with a run's model, one of its checkpoints, or any other GPT-2.
 python sample.py out/book                          # type prompts, or pipe them in
-python sample.py out/book/step_000700 --prompt "Once upon" --num-samples 3
+python sample.py out/book/step_000850 --prompt "Once upon" --num-samples 3
 python sample.py gpt2                              # a name on the Hugging Face hub
 python sample.py out/book --prompt "Once upon" --top 10    # the likeliest next tokens
 """
